@@ -1,0 +1,219 @@
+"""The typed schema of an experiment. Imports neither torch nor vllm nor ray: a bad file is refused in a second."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class RunConfig:
+    """Which run this is and how long it goes on."""
+
+    name: str = "ppo"
+    seed: int = 0
+    out: str = "runs"
+    """The run directory is `<out>/<name>-seed<seed>`."""
+    steps: int = 30
+    resume: bool = False
+    """Go on from the newest checkpoint of the run directory; without it an existing run directory is refused."""
+
+
+@dataclass
+class ClusterConfig:
+    """Where the actors live. CPU and GPU differ here and nowhere else."""
+
+    device: str = "cpu"
+    """cpu | gpu"""
+    address: str | None = None
+    """Address of a running Ray cluster; null starts one on this machine."""
+    worker_cpus: float = 0.5
+    """CPUs that one actor reserves. On two cores the roles take turns, so they take fractions."""
+    threads: int = 1
+    """Threads of one actor's matrix multiplications."""
+    placement_timeout_s: float = 60.0
+
+
+@dataclass
+class StepConfig:
+    """The five sizes of a step."""
+
+    prompts_per_step: int = 32
+    samples_per_prompt: int = 4
+    optimizer_steps: int = 2
+    """Optimizer steps per epoch over the step's trajectories."""
+    epochs: int = 1
+    tokens_per_microbatch: int = 8192
+
+
+@dataclass
+class PromptsConfig:
+    """Where prompts come from: a procedural task, a reasoning-gym task, or a JSONL file."""
+
+    source: str = "task"
+    """task | reasoning_gym | jsonl"""
+    name: str = "recall"
+    """Name of the task (task, reasoning_gym)."""
+    path: str | None = None
+    """JSONL file with `prompt` (string or chat messages) and optionally `answer`, `task`."""
+    knobs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task, such as `pairs`."""
+    seed: int = 0
+    """The stream's seed; `run.seed` does not change prompts, only sampling."""
+    chat: bool = False
+    """Wrap each prompt as a user message in the tokenizer's chat template."""
+    max_prompt_tokens: int = 1024
+    """Longer prompts are dropped and counted."""
+
+
+@dataclass
+class RewardConfig:
+    function: str = "rl.rewards.exact:score"
+    """`module:function`, a function (trajectories) -> scores."""
+
+
+@dataclass
+class OptimizerConfig:
+    lr: float = 1e-4
+    betas: list[float] = field(default_factory=lambda: [0.9, 0.95])
+    weight_decay: float = 0.0
+    max_grad_norm: float = 1.0
+    warmup_steps: int = 0
+    """Optimizer steps of linear warm-up, counted from 1."""
+    schedule: str = "constant"
+    """constant | cosine (to 0 over the run)"""
+
+
+@dataclass
+class DeepSpeedConfig:
+    dtype: str = "fp32"
+    """fp32 | bf16"""
+    zero_stage: int = 1
+    """0 to 3. bf16 needs at least 1: at 0 DeepSpeed takes another optimizer, which drifts."""
+    offload: bool = False
+    """Optimizer state in host memory with DeepSpeed's CPU Adam, which compiles once (about 90 s)."""
+    ranks: int = 1
+    gradient_checkpointing: bool = False
+
+
+@dataclass
+class LoraConfig:
+    rank: int = 0
+    """0 trains all parameters."""
+    alpha: float = 16.0
+    target_modules: list[str] = field(default_factory=list)
+
+
+@dataclass
+class PolicyConfig:
+    path: str = "examples/tiny"
+    optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    lora: LoraConfig = field(default_factory=LoraConfig)
+
+
+@dataclass
+class CriticConfig:
+    path: str | None = None
+    """null: the policy's initial backbone."""
+    optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-4))
+    deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
+    updates_per_policy_update: int = 1
+    warmup_steps: int = 0
+    """Steps at the start in which only the critic learns."""
+
+
+@dataclass
+class RolloutConfig:
+    engines: int = 1
+    dtype: str = "float32"
+    """float32 | bfloat16"""
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    allow_truncated_sampling: bool = False
+    max_response_tokens: int = 16
+    max_model_len: int | None = None
+    """null: max_prompt_tokens + max_response_tokens."""
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 4096
+    kv_cache_gib: int = 1
+    """CPU: memory of one engine's KV cache, whole GiB."""
+    gpu_memory_utilization: float = 0.4
+    """GPU: share of the device's memory for one engine."""
+    tensor_parallel_size: int = 1
+    probe_tolerance: float = 0.02
+    """Largest |d log p| of the probe prompt after a weight sync (nats)."""
+
+
+@dataclass
+class KLConfig:
+    where: str = "none"
+    """none | reward | loss"""
+    estimator: str = "k2"
+    """k1 | k2 | k3"""
+    coefficient: float = 0.0
+
+
+@dataclass
+class AlgorithmConfig:
+    name: str = "ppo"
+    """ppo | grpo | sao"""
+    gamma: float = 1.0
+    lambda_policy: str = "1.0"
+    """A number in [0, 1] or `adaptive`."""
+    lambda_critic: float = 1.0
+    truncation: str = "terminal"
+    """terminal | bootstrap"""
+    whiten: bool = True
+    normalize_std: bool = True
+    """GRPO: divide by the group's deviation; false is Dr. GRPO."""
+    policy_loss: str = "clip"
+    """clip | dis"""
+    clip_low: float = 0.2
+    clip_high: float = 0.2
+    dual_clip: float | None = None
+    dis_low: float = 0.8
+    """DIS keeps ratios in [1 - dis_low, 1 + dis_high] = [.2, 4]."""
+    dis_high: float = 3.0
+    importance_cap: float | None = None
+    """Truncated importance correction between rollout and trainer: min(exp(trainer - rollout), cap)."""
+    aggregation: str = "token_mean"
+    """token_mean | sequence_mean | constant"""
+    value_clip: float | None = None
+    entropy_coefficient: float = 0.0
+    target_kl: float | None = None
+    """Stops a step's epochs when kl/old passes it."""
+    kl: KLConfig = field(default_factory=KLConfig)
+
+
+@dataclass
+class EvalConfig:
+    prompts: int = 256
+    every: int = 10
+    """Steps between evaluations; also before the first update and after the last. 0 switches it off."""
+    temperature: float = 1.0
+
+
+@dataclass
+class CheckpointConfig:
+    every: int = 10
+    """Steps between checkpoints; the last step always saves. 0 saves at the end alone."""
+    keep: int = 2
+
+
+@dataclass
+class Config:
+    """One experiment."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    cluster: ClusterConfig = field(default_factory=ClusterConfig)
+    step: StepConfig = field(default_factory=StepConfig)
+    prompts: PromptsConfig = field(default_factory=PromptsConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    critic: CriticConfig = field(default_factory=CriticConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)

@@ -1,0 +1,168 @@
+"""What travels: prompts in, trajectories out, packed micro-batches on a worker.
+
+Nothing here is padded. A micro-batch is trajectories laid end to end, and every per-response array of a batch is laid
+end to end in the same order, so a mask is the only thing that separates actions from observations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+if TYPE_CHECKING:
+    import torch
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of the stream. `index` is its identity: the same text twice is two groups."""
+
+    index: int
+    ids: Int32[np.ndarray, " prompt"]
+    text: str
+    task: str = ""
+    answer: str = ""
+
+
+@dataclass(frozen=True)
+class Trajectory:
+    """One sampled response and what is known of it; filled in by `dataclasses.replace` as the step goes on.
+
+    Arrays over the response have its length; `values` has one more entry: the value after the last token.
+    """
+
+    prompt_index: int
+    sample_index: int
+    prompt_ids: Int32[np.ndarray, " prompt"]
+    response_ids: Int32[np.ndarray, " response"]
+    action_mask: Bool[np.ndarray, " response"]
+    rollout_logprobs: Float32[np.ndarray, " response"]
+    finish_reason: FinishReason
+    policy_version: int
+    prompt_text: str = ""
+    text: str = ""
+    task: str = ""
+    answer: str = ""
+    score: float | None = None
+    old_logprobs: Float32[np.ndarray, " response"] | None = None
+    reference_logprobs: Float32[np.ndarray, " response"] | None = None
+    values: Float32[np.ndarray, " response+1"] | None = None
+    advantages: Float32[np.ndarray, " response"] | None = None
+    value_targets: Float32[np.ndarray, " response"] | None = None
+    loss_weight: float = 0.0
+    """What one action token of this trajectory weighs in the loss of its optimizer step (`rl.losses`)."""
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response together."""
+        return len(self.prompt_ids) + len(self.response_ids)
+
+    @property
+    def actions(self) -> int:
+        """Tokens that the policy sampled."""
+        return int(self.action_mask.sum())
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A packed micro-batch on a worker.
+
+    `tokens` counts prompts and responses, `responses` the response tokens of all trajectories, laid end to end.
+    `seq_start[t]` is the first flat index of token t's own trajectory: nothing may look before it.
+    `predicts[i]` is the flat index of the token whose hidden state predicts response token i; the value of the state
+    before response token i is read there too. `last[j]` is the last token of trajectory j.
+    """
+
+    ids: torch.Tensor
+    position_ids: torch.Tensor
+    seq_start: torch.Tensor
+    predicts: torch.Tensor
+    targets: torch.Tensor
+    action_mask: torch.Tensor
+    loss_weights: torch.Tensor
+    last: torch.Tensor
+    fields: dict[str, torch.Tensor]
+    """Per-response-token arrays by name (`rollout_logprobs`, `old_logprobs`, `advantages`, ...), those that exist."""
+
+
+PER_TOKEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "value_targets")
+
+
+def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
+    """Lay trajectories end to end. Values enter as `values` [responses], the value before each response token."""
+    import torch
+
+    ids, positions, starts, predicts, targets, last = [], [], [], [], [], []
+    offset = 0
+    for t in trajectories:
+        n, p, r = t.tokens, len(t.prompt_ids), len(t.response_ids)
+        ids += [t.prompt_ids, t.response_ids]
+        positions.append(np.arange(n))
+        starts.append(np.full(n, offset))
+        predicts.append(offset + p - 1 + np.arange(r))
+        targets.append(t.response_ids)
+        last.append(offset + n - 1)
+        offset += n
+
+    def joined(parts: Iterable[np.ndarray], dtype: type) -> torch.Tensor:
+        return torch.from_numpy(np.concatenate(list(parts)).astype(dtype)).to(device)
+
+    fields = {
+        name: joined([getattr(t, name) for t in trajectories], np.float32)
+        for name in PER_TOKEN
+        if all(getattr(t, name) is not None for t in trajectories)
+    }
+    if all(t.values is not None for t in trajectories):
+        fields["values"] = joined([t.values[:-1] for t in trajectories if t.values is not None], np.float32)
+    return Batch(
+        ids=joined(ids, np.int64),
+        position_ids=joined(positions, np.int64),
+        seq_start=joined(starts, np.int64),
+        predicts=joined(predicts, np.int64),
+        targets=joined(targets, np.int64),
+        action_mask=joined([t.action_mask for t in trajectories], np.bool_),
+        loss_weights=joined([np.full(len(t.response_ids), t.loss_weight) for t in trajectories], np.float32),
+        last=joined([np.array(last)], np.int64),
+        fields=fields,
+    )
+
+
+def microbatches(trajectories: Sequence[Trajectory], tokens_per_microbatch: int) -> list[list[Trajectory]]:
+    """Cut trajectories, in their order, into micro-batches of at most `tokens_per_microbatch` tokens.
+
+    A trajectory longer than that is a micro-batch of its own.
+    """
+    batches: list[list[Trajectory]] = []
+    used = 0
+    for t in trajectories:
+        if not batches or used + t.tokens > tokens_per_microbatch:
+            batches.append([])
+            used = 0
+        batches[-1].append(t)
+        used += t.tokens
+    return batches
+
+
+def shard(trajectories: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
+    """Spread trajectories over ranks so that token counts are near equal (longest first, to the lightest rank)."""
+    shards: list[list[Trajectory]] = [[] for _ in range(ranks)]
+    load = [0] * ranks
+    for t in sorted(trajectories, key=lambda t: -t.tokens):
+        rank = load.index(min(load))
+        shards[rank].append(t)
+        load[rank] += t.tokens
+    return shards
+
+
+def with_arrays(trajectories: Sequence[Trajectory], **arrays: Sequence[np.ndarray]) -> list[Trajectory]:
+    """The same trajectories with per-trajectory arrays set, in the same order."""
+    out = list(trajectories)
+    for name, values in arrays.items():
+        out = [replace(t, **{name: v}) for t, v in zip(out, values, strict=True)]
+    return out
