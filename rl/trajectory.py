@@ -76,7 +76,8 @@ class Batch:
     `tokens` counts prompts and responses, `responses` the response tokens of all trajectories, laid end to end.
     `seq_start[t]` is the first flat index of token t's own trajectory: nothing may look before it.
     `predicts[i]` is the flat index of the token whose hidden state predicts response token i; the value of the state
-    before response token i is read there too. `last[j]` is the last token of trajectory j.
+    before response token i is read there too. `trajectory[i]` is the number of the trajectory that response token i belongs to, and `last[j]` the last
+    token of trajectory j.
     """
 
     ids: torch.Tensor
@@ -86,6 +87,7 @@ class Batch:
     targets: torch.Tensor
     action_mask: torch.Tensor
     loss_weights: torch.Tensor
+    trajectory: torch.Tensor
     last: torch.Tensor
     fields: dict[str, torch.Tensor]
     """Per-response-token arrays by name (`rollout_logprobs`, `old_logprobs`, `advantages`, ...), those that exist."""
@@ -128,6 +130,7 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
         targets=joined(targets, np.int64),
         action_mask=joined([t.action_mask for t in trajectories], np.bool_),
         loss_weights=joined([np.full(len(t.response_ids), t.loss_weight) for t in trajectories], np.float32),
+        trajectory=joined([np.full(len(t.response_ids), i) for i, t in enumerate(trajectories)], np.int64),
         last=joined([np.array(last)], np.int64),
         fields=fields,
     )

@@ -1,0 +1,122 @@
+"""PPO, SAO and GRPO as arrangements of the same pure functions: from a scored step to its learning targets."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from rl import advantages as adv
+from rl.config import AlgorithmConfig, Config
+from rl.trajectory import Trajectory
+
+
+@dataclass(frozen=True)
+class Targets:
+    """Trajectories with advantages (and value targets), and what was noticed while computing them."""
+
+    trajectories: list[Trajectory]
+    metrics: dict[str, float]
+
+
+def needs_critic(config: Config) -> bool:
+    """Whether the algorithm has a critic at all."""
+    return config.algorithm.name != "grpo"
+
+
+def needs_old_logprobs(config: Config) -> bool:
+    """One on-policy optimizer step is its own old policy, and DIS compares with the rollout.
+
+    A KL penalty in the reward is of the old policy too.
+    """
+    a, s = config.algorithm, config.step
+    several = s.epochs * s.optimizer_steps > 1
+    return (several and a.policy_loss != "dis") or a.kl.where == "reward"
+
+
+def targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
+    """Advantages of a scored step. Empty responses pass through: they have no loss tokens."""
+    return _group_targets(trajectories, a) if a.name == "grpo" else _critic_targets(trajectories, a)
+
+
+def token_rewards(t: Trajectory, a: AlgorithmConfig) -> np.ndarray:
+    """Rewards [response]: the score on the last action, the KL penalty on every action if configured so."""
+    assert t.score is not None
+    rewards = adv.place_rewards(t.score, t.action_mask)
+    if a.kl.where == "reward":
+        assert t.old_logprobs is not None
+        assert t.reference_logprobs is not None
+        rewards = rewards - a.kl.coefficient * np.where(
+            t.action_mask, adv.kl_tokens(t.old_logprobs, t.reference_logprobs, a.kl.estimator), 0.0
+        )
+    return rewards
+
+
+def _lambda(value: str, actions: int) -> float:
+    return adv.adaptive_lambda(actions) if value == "adaptive" else float(value)
+
+
+def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
+    out, realised, predicted = [], [], []
+    for t in trajectories:
+        assert t.values is not None
+        rewards = token_rewards(t, a)
+        bootstrap = float(t.values[-1]) if t.finish_reason == "length" and a.truncation == "bootstrap" else 0.0
+
+        def gae(lam: float, t: Trajectory = t, rewards: np.ndarray = rewards, last: float = bootstrap) -> np.ndarray:
+            assert t.values is not None
+            return adv.gae(t.values, rewards, t.action_mask, gamma=a.gamma, lam=lam, bootstrap_value=last)
+
+        value_targets = gae(a.lambda_critic) + t.values[:-1]
+        out.append(
+            replace(t, advantages=gae(_lambda(a.lambda_policy, t.actions)), value_targets=value_targets)
+        )
+        returns = adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap)
+        realised.append(returns[t.action_mask])
+        predicted.append(t.values[:-1][t.action_mask])
+    g, v = np.concatenate(realised), np.concatenate(predicted)
+    metrics = {
+        "critic/explained_variance": adv.explained_variance(v, g),
+        "critic/error": float(np.abs(v - g).mean()) if len(g) else 0.0,
+        "critic/return_mean": float(g.mean()) if len(g) else 0.0,
+    }
+    return Targets(_finish(out, a), metrics | _spread(out))
+
+
+def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
+    scores = np.array([adv.total_reward(token_rewards(t, a)) for t in trajectories])
+    groups = np.array([t.prompt_index for t in trajectories])
+    per_trajectory, flat = adv.group_advantages(scores, groups, normalize_std=a.normalize_std)
+    out = [
+        replace(t, advantages=np.where(t.action_mask, x, 0.0))
+        for t, x in zip(trajectories, per_trajectory, strict=True)
+    ]
+    metrics = {"grpo/zero_variance_groups": float(flat)}
+    return Targets(_finish(out, a), metrics | _spread(out))
+
+
+def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajectory]:
+    arrays = [t.advantages for t in trajectories if t.advantages is not None]
+    if a.whiten:
+        arrays = adv.whiten(arrays, [t.action_mask for t in trajectories])
+    return [
+        replace(
+            t,
+            advantages=x.astype(np.float32),
+            value_targets=None if t.value_targets is None else t.value_targets.astype(np.float32),
+        )
+        for t, x in zip(trajectories, arrays, strict=True)
+    ]
+
+
+def _spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    tokens = np.concatenate([t.advantages[t.action_mask] for t in trajectories if t.advantages is not None])
+    if not len(tokens):
+        return {}
+    return {
+        "advantages/mean": float(tokens.mean()),
+        "advantages/std": float(tokens.std()),
+        "advantages/min": float(tokens.min()),
+        "advantages/max": float(tokens.max()),
+    }
