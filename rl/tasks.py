@@ -26,7 +26,7 @@ class Example:
     task: str
 
 
-def recall(rng: random.Random, pairs: int = 58, key_length: int = 1, value_length: int = 4) -> Example:
+def recall(rng: random.Random, pairs: int = 56, key_length: int = 1, value_length: int = 4) -> Example:
     """`A:wxyz 7:abcd ... ?7:` -> `abcd`. A prompt has pairs * (key_length + value_length + 2) + key_length + 2 - 0
     characters: 409 with the defaults, and one token more for the beginning."""
     if not 1 <= pairs <= len(KEY_ALPHABET) ** key_length:

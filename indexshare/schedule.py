@@ -1,0 +1,125 @@
+"""Which layers select keys (Full) and which reuse the selection of the last Full layer (Shared).
+
+One type is the only place where the schedule is read, checked and written. transformers prefers `indexer_types`, vLLM
+reads only `index_topk_pattern` or `index_topk_freq` with `index_skip_topk_offset`, so a config carries both, equal.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+LayerType = Literal["full", "shared"]
+LETTERS: dict[str, LayerType] = {"F": "full", "S": "shared"}
+
+# What transformers and vLLM assume when a config is silent.
+DEFAULT_FREQ, DEFAULT_OFFSET = 1, 2
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """The type of every layer, and how a config spells it."""
+
+    types: tuple[LayerType, ...]
+    freq: int | None = None
+    offset: int | None = None
+    """Set together where the schedule came as a frequency: the config is then written in the same words."""
+
+    def __post_init__(self) -> None:
+        if not self.types:
+            raise ValueError("schedule: no layers given, at least one is needed")
+        for i, kind in enumerate(self.types):
+            if kind not in LETTERS.values():
+                raise ValueError(f"schedule: layer {i} is {kind!r}, must be 'full' or 'shared'")
+        if self.types[0] != "full":
+            raise ValueError("schedule: the first layer is Shared, but there is no selection before it to reuse")
+
+    @classmethod
+    def from_freq(cls, layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Schedule:
+        """Layer i is Full when max(i - offset + 1, 0) % freq == 0 (GLM-5.2: 78 layers, freq 4, offset 3)."""
+        if freq < 1:
+            raise ValueError(f"index_topk_freq: {freq} given, must be at least 1")
+        if offset < 1:
+            # Offset 1 still leaves layer 0 Full; at 0 or below, it is Shared or the count starts inside a group.
+            raise ValueError(f"index_skip_topk_offset: {offset} given, must be at least 1")
+        full = (max(i - offset + 1, 0) % freq == 0 for i in range(layers))
+        return cls(tuple("full" if f else "shared" for f in full), freq, offset)
+
+    @classmethod
+    def from_pattern(cls, pattern: str, layers: int | None = None) -> Schedule:
+        """One letter per layer, as in "FFSSSF"; `layers` is how many the model has."""
+        for letter in pattern:
+            if letter not in LETTERS:
+                raise ValueError(f"index_topk_pattern: {pattern!r} has {letter!r}, must be of 'F' and 'S' only")
+        _check_length("index_topk_pattern", len(pattern), layers)
+        return cls(tuple(LETTERS[letter] for letter in pattern))
+
+    @classmethod
+    def from_types(cls, types: Sequence[str], layers: int | None = None) -> Schedule:
+        """`indexer_types` of a config: "full" or "shared" per layer."""
+        _check_length("indexer_types", len(types), layers)
+        return cls(tuple(types))  # type: ignore[arg-type]  # __post_init__ refuses other words
+
+    @classmethod
+    def from_config(cls, config: Any) -> Schedule:
+        """The schedule of a transformers config or of a config.json's mapping; contradictions are refused."""
+        fields = config if isinstance(config, Mapping) else config.to_dict()
+        layers = fields["num_hidden_layers"]
+        pattern, types = fields.get("index_topk_pattern"), fields.get("indexer_types")
+        spelled: dict[str, Schedule] = {}
+        if pattern is not None:
+            letters = pattern if isinstance(pattern, str) else "".join(p[:1].upper() for p in pattern)
+            spelled["index_topk_pattern"] = cls.from_pattern(letters, layers)
+        elif types is None or "index_topk_freq" in fields:
+            freq = fields.get("index_topk_freq", DEFAULT_FREQ)
+            offset = fields.get("index_skip_topk_offset", DEFAULT_OFFSET)
+            spelled["index_topk_freq"] = cls.from_freq(layers, freq, offset)
+        if types is not None:
+            spelled["indexer_types"] = cls.from_types(types, layers)
+        first, *others = spelled.items()
+        for name, schedule in others:
+            if schedule.types != first[1].types:
+                raise ValueError(
+                    f"{first[0]} says {first[1].pattern} and {name} says {schedule.pattern}: they must agree, because"
+                    " vLLM reads one and transformers the other"
+                )
+        return first[1]
+
+    @property
+    def pattern(self) -> str:
+        """One letter per layer."""
+        return "".join("F" if kind == "full" else "S" for kind in self.types)
+
+    @property
+    def full_layers(self) -> tuple[int, ...]:
+        """Indices of the layers that have an indexer."""
+        return tuple(i for i, kind in enumerate(self.types) if kind == "full")
+
+    def served_layers(self) -> dict[int, tuple[int, ...]]:
+        """Of every Full layer, the layers that attend to its selection: itself and the Shared ones after it."""
+        ends = (*self.full_layers[1:], len(self.types))
+        return {full: tuple(range(full, end)) for full, end in zip(self.full_layers, ends, strict=True)}
+
+    def config_fields(self) -> dict[str, Any]:
+        """What a config must carry for transformers and vLLM to read this schedule and no other."""
+        fields: dict[str, Any] = {"indexer_types": list(self.types)}
+        if self.freq is not None:
+            fields |= {"index_topk_freq": self.freq, "index_skip_topk_offset": self.offset}
+        else:
+            fields |= {"index_topk_pattern": self.pattern}
+        return fields
+
+    def write(self, config: Any) -> None:
+        """Set the fields on a transformers config, and take away the spelling that is not used."""
+        fields = self.config_fields()
+        for name in ("index_topk_freq", "index_skip_topk_offset", "index_topk_pattern"):
+            if name not in fields and hasattr(config, name):
+                delattr(config, name)
+        for name, value in fields.items():
+            setattr(config, name, value)
+
+
+def _check_length(name: str, given: int, layers: int | None) -> None:
+    if layers is not None and given != layers:
+        raise ValueError(f"{name}: {given} layers given, must be num_hidden_layers = {layers}")
