@@ -1,14 +1,14 @@
 """What travels: prompts in, trajectories out, packed micro-batches on a worker.
 
-Nothing here is padded. A micro-batch is trajectories laid end to end, and every per-response array of a batch is laid
-end to end in the same order, so a mask is the only thing that separates actions from observations.
+Nothing here is padded. A micro-batch is trajectories laid end to end, and every per-response array of a batch
+is laid end to end in the same order, so a mask is the only thing that separates actions from observations.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -73,11 +73,11 @@ class Trajectory:
 class Batch:
     """A packed micro-batch on a worker.
 
-    `tokens` counts prompts and responses, `responses` the response tokens of all trajectories, laid end to end.
-    `seq_start[t]` is the first flat index of token t's own trajectory: nothing may look before it.
-    `predicts[i]` is the flat index of the token whose hidden state predicts response token i; the value of the state
-    before response token i is read there too. `trajectory[i]` is the number of the trajectory that response token i belongs to, and `last[j]` the last
-    token of trajectory j.
+    `tokens` counts prompts and responses, `responses` the response tokens of all trajectories, laid end to
+    end. `seq_start[t]` is the first flat index of token t's own trajectory: nothing may look before it.
+    `predicts[i]` is the flat index of the token whose hidden state predicts response token i; the value of
+    the state before response token i is read there too. `trajectory[i]` is the number of the trajectory that
+    response token i belongs to, and `last[j]` the last token of trajectory j.
     """
 
     ids: torch.Tensor
@@ -90,16 +90,25 @@ class Batch:
     trajectory: torch.Tensor
     last: torch.Tensor
     fields: dict[str, torch.Tensor]
-    """Per-response-token arrays by name (`rollout_logprobs`, `old_logprobs`, `advantages`, ...), those that exist."""
+    """Per-response-token arrays by name (`old_logprobs`, `advantages`, ...), those that exist."""
 
 
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "value_targets")
 
 
 def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
-    """Lay trajectories end to end. Values enter as `values` [responses], the value before each response token."""
+    """Lay trajectories end to end. `values` enter as [responses], the value before each response token.
+
+    Raises ValueError for what would shift or mix up tokens in silence: an empty prompt (its first response
+    token would be predicted by the trajectory before it), an array of another length than the response, a
+    field that only some of the trajectories have.
+    """
     import torch
 
+    if not trajectories:
+        raise ValueError("a pack needs at least one trajectory")
+    for t in trajectories:
+        _check(t)
     ids, positions, starts, predicts, targets, last = [], [], [], [], [], []
     offset = 0
     for t in trajectories:
@@ -115,13 +124,15 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
     def joined(parts: Iterable[np.ndarray], dtype: type) -> torch.Tensor:
         return torch.from_numpy(np.concatenate(list(parts)).astype(dtype)).to(device)
 
-    fields = {
-        name: joined([getattr(t, name) for t in trajectories], np.float32)
-        for name in PER_TOKEN
-        if all(getattr(t, name) is not None for t in trajectories)
-    }
-    if all(t.values is not None for t in trajectories):
-        fields["values"] = joined([t.values[:-1] for t in trajectories if t.values is not None], np.float32)
+    fields = {}
+    for name in (*PER_TOKEN, "values"):
+        arrays = [getattr(t, name) for t in trajectories if getattr(t, name) is not None]
+        if arrays and len(arrays) < len(trajectories):
+            raise ValueError(
+                f"{name}: only {len(arrays)} of {len(trajectories)} trajectories of a pack have it"
+            )
+        if arrays:
+            fields[name] = joined((a[:-1] if name == "values" else a for a in arrays), np.float32)
     return Batch(
         ids=joined(ids, np.int64),
         position_ids=joined(positions, np.int64),
@@ -134,6 +145,19 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
         last=joined([np.array(last)], np.int64),
         fields=fields,
     )
+
+
+def _check(t: Trajectory) -> None:
+    where = f"trajectory (prompt {t.prompt_index}, sample {t.sample_index})"
+    if not len(t.prompt_ids):
+        raise ValueError(f"{where}: empty prompt, nothing predicts the first response token")
+    expected = dict.fromkeys(("action_mask", *PER_TOKEN), len(t.response_ids)) | {
+        "values": len(t.response_ids) + 1
+    }
+    for name, length in expected.items():
+        array = getattr(t, name)
+        if array is not None and len(array) != length:
+            raise ValueError(f"{where}: {name} has {len(array)} entries, must have {length}")
 
 
 def microbatches(trajectories: Sequence[Trajectory], tokens_per_microbatch: int) -> list[list[Trajectory]]:
@@ -153,7 +177,7 @@ def microbatches(trajectories: Sequence[Trajectory], tokens_per_microbatch: int)
 
 
 def shard(trajectories: Sequence[Trajectory], ranks: int) -> list[list[Trajectory]]:
-    """Spread trajectories over ranks so that token counts are near equal (longest first, to the lightest rank)."""
+    """Spread trajectories over ranks, token counts near equal: longest first, to the lightest rank."""
     shards: list[list[Trajectory]] = [[] for _ in range(ranks)]
     load = [0] * ranks
     for t in sorted(trajectories, key=lambda t: -t.tokens):
@@ -167,5 +191,6 @@ def with_arrays(trajectories: Sequence[Trajectory], **arrays: Sequence[np.ndarra
     """The same trajectories with per-trajectory arrays set, in the same order."""
     out = list(trajectories)
     for name, values in arrays.items():
-        out = [replace(t, **{name: v}) for t, v in zip(out, values, strict=True)]
+        changes: list[dict[str, Any]] = [{name: v} for v in values]
+        out = [replace(t, **change) for t, change in zip(out, changes, strict=True)]
     return out
