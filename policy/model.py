@@ -58,7 +58,7 @@ def build(config: PolicyConfig, temperature: float, *, lora: bool = True) -> Pol
             LoraConfig(
                 r=config.lora.rank,
                 lora_alpha=config.lora.alpha,
-                target_modules=config.lora.target_modules or "all-linear",
+                target_modules=config.lora.target_modules or _lora_targets(lm),
                 task_type="CAUSAL_LM",
             ),
             autocast_adapter_dtype=False,
@@ -66,11 +66,21 @@ def build(config: PolicyConfig, temperature: float, *, lora: bool = True) -> Pol
     return PolicyModel(lm, temperature)
 
 
+def _lora_targets(lm: Any) -> str | list[str]:
+    """Where adapters go by default. IndexShare's attention reads `kv_b_proj` as a matrix, past any adapter on it."""
+    if lm.config.model_type == "glm_moe_dsa":
+        return ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj"]
+    return "all-linear"
+
+
 def plain_state_dict(model: PolicyModel, state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """A policy's gathered state under the checkpoint's own names, adapters folded into their weights.
 
-    `state` is `Learner.state_dict()` of the policy. Tied weights are given once, as checkpoints have them.
+    `state` is `Learner.state_dict()` of the policy. Tied weights are given once and fused experts one by one, as
+    checkpoints have them.
     """
+    from transformers.core_model_loading import revert_weight_conversion
+
     base = model.base
     if base is model.lm:
         plain = {k.removeprefix("lm."): v for k, v in state.items()}
@@ -89,4 +99,4 @@ def plain_state_dict(model: PolicyModel, state: dict[str, torch.Tensor]) -> dict
             plain[name.replace(".base_layer.", ".")] = v
     if base.config.tie_word_embeddings:
         plain.pop("lm_head.weight", None)
-    return plain
+    return revert_weight_conversion(base, plain)

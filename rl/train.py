@@ -1,0 +1,235 @@
+"""The loop. `train_step` is one step of PPO, SAO or GRPO, top to bottom; the rest starts it, watches it, ends it."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from rl import checkpoint, rewards
+from rl.algorithms import needs_old_logprobs, targets
+from rl.checkpoint import DriverState
+from rl.cluster import Cluster, Pending
+from rl.config import Config, OptimizerConfig
+from rl.learner import Stats
+from rl.losses import loss_weights
+from rl.prompts import PromptSource
+from rl.report import write_report
+from rl.schedule import lr_factor
+from rl.summary import summarise
+from rl.team import Team, assemble, merged, per_trajectory
+from rl.telemetry import Telemetry
+from rl.trajectory import Trajectory, shard, with_arrays
+
+
+@dataclass
+class Clock:
+    """Seconds by phase, as `time/<phase>`."""
+
+    seconds: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[f"time/{phase}"] += time.perf_counter() - start
+
+
+@dataclass
+class Run:
+    """A run under way."""
+
+    config: Config
+    team: Team
+    prompts: PromptSource
+    score: rewards.Reward
+    rng: np.random.Generator
+    step: int = 0
+    policy_updates: int = 0
+    critic_updates: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+
+
+def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
+    """One step: generate, score, judge, learn, synchronise. Returns the step's trajectories and metrics."""
+    config, team, clock = run.config, run.team, Clock()
+    with clock("rollout"):
+        prompts = run.prompts.next(config.step.prompts_per_step)
+        batch = team.rollout.generate(prompts, config.step.samples_per_prompt, step=run.step)
+    with clock("reward"):
+        scores = rewards.score(run.score, batch)
+        batch = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
+    with clock("judge"):
+        if needs_old_logprobs(config):
+            batch = with_arrays(batch, old_logprobs=per_trajectory(team.policy, "logprobs", batch))
+        if team.reference:
+            batch = with_arrays(batch, reference_logprobs=per_trajectory(team.reference, "logprobs", batch))
+        elif config.algorithm.kl.where != "none":  # LoRA: the policy without its adapter
+            batch = with_arrays(batch, reference_logprobs=per_trajectory(team.policy, "logprobs", batch, True))
+        if team.critic:
+            batch = with_arrays(batch, values=per_trajectory(team.critic, "values", batch))
+    learned = targets(batch, config.algorithm)
+    with clock("learn"):
+        updates = learn(run, learned.trajectories)
+    with clock("sync"):
+        synced = sync_weights(run)
+    run.tokens += sum(len(t.response_ids) for t in batch)
+    metrics = summarise(learned.trajectories) | learned.metrics | updates | synced | clock.seconds
+    return learned.trajectories, metrics
+
+
+def learn(run: Run, batch: Sequence[Trajectory]) -> dict[str, float]:
+    """Epochs of optimizer steps: critic and policy side by side, each on its own actors."""
+    config, team, a = run.config, run.team, run.config.algorithm
+    critic: list[Pending] = []
+    policy_stats, critic_stats, norms, critic_norms = Stats(), Stats(), [], []
+    policy_moves = run.step >= config.critic.warmup_steps or team.critic is None
+    for _ in range(config.step.epochs):
+        for part in optimizer_steps(run, batch):
+            if team.critic:
+                for _ in range(config.critic.updates_per_policy_update):
+                    factor = factor_of(run.critic_updates, config.critic.optimizer, config)
+                    shares = shard(part, len(team.critic.actors))
+                    critic.append(team.critic.start("update", per_rank=[(s, factor) for s in shares]))
+                    run.critic_updates += 1
+            if policy_moves:
+                factor = factor_of(run.policy_updates, config.policy.optimizer, config)
+                shares = shard(part, len(team.policy.actors))
+                stats, norm = merged(team.policy.call("update", per_rank=[(s, factor) for s in shares]))
+                run.policy_updates += 1
+                policy_stats, norms = policy_stats.merge(stats), [*norms, norm]
+                if a.target_kl is not None and stats.means().get("kl/old", 0.0) > a.target_kl:
+                    policy_moves = False  # the critic still finishes its epochs
+    for pending in critic:
+        stats, norm = merged(pending.get())
+        critic_stats, critic_norms = critic_stats.merge(stats), [*critic_norms, norm]
+    return (
+        policy_stats.means()
+        | critic_stats.means()
+        | ({"policy/grad_norm": float(np.mean(norms))} if norms else {})
+        | ({"critic/grad_norm": float(np.mean(critic_norms))} if critic_norms else {})
+        | {"policy/updates": float(len(norms)), "policy/lr": learning_rate(run, config.policy.optimizer)}
+    )
+
+
+def optimizer_steps(run: Run, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
+    """One epoch, shuffled: the trajectories of each optimizer step, weighted by that step's one denominator."""
+    a, size = run.config.algorithm, len(batch) // run.config.step.optimizer_steps
+    order = run.rng.permutation(len(batch))
+    for start in range(0, size * run.config.step.optimizer_steps, size):
+        part = [batch[i] for i in order[start : start + size]]
+        weights = loss_weights(
+            [t.actions for t in part], a.aggregation, max_response_tokens=run.config.rollout.max_response_tokens
+        )
+        weighted = [replace(t, loss_weight=w) for t, w in zip(part, weights, strict=True) if t.actions]
+        if weighted:
+            yield weighted
+
+
+def factor_of(update: int, optimizer: OptimizerConfig, config: Config) -> float:
+    """Learning-rate factor of the optimizer step after `update` finished ones."""
+    total = config.run.steps * config.step.epochs * config.step.optimizer_steps
+    return lr_factor(update + 1, optimizer.warmup_steps, total, optimizer.schedule)
+
+
+def learning_rate(run: Run, optimizer: OptimizerConfig) -> float:
+    """The policy's learning rate at its latest optimizer step."""
+    return optimizer.lr * factor_of(max(run.policy_updates - 1, 0), optimizer, run.config)
+
+
+def sync_weights(run: Run) -> dict[str, float]:
+    """Give every engine the policy's weights, and prove that they answer like the trainer."""
+    weights = run.team.policy.call("weights")[0]
+    probe = run.prompts.probe()
+    trainer = per_trajectory(run.team.policy, "logprobs", [probe])[0]
+    return run.team.rollout.sync(weights, version=run.step + 1, probe=probe, expected=trainer)
+
+
+def evaluate(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
+    """Success on the held-out prompts; the same prompts and seeds every time."""
+    e = run.config.eval
+    batch = run.team.rollout.generate(run.prompts.held_out(e.prompts), 1, step=-1, temperature=e.temperature)
+    scores = rewards.score(run.score, batch)
+    scored = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
+    return scored, {
+        "eval/success": float(np.mean(scores)),
+        "eval/response_tokens": float(np.mean([len(t.response_ids) for t in batch])),
+        "eval/truncated": float(np.mean([t.finish_reason == "length" for t in batch])),
+    }
+
+
+def save(run: Run, root: Path) -> None:
+    """A checkpoint from which the next step is the one that would have come."""
+    state = DriverState(
+        step=run.step,
+        prompts=run.prompts.state(),
+        policy_updates=run.policy_updates,
+        critic_updates=run.critic_updates,
+        tokens=run.tokens,
+        seconds=run.seconds,
+        rng=dict(run.rng.bit_generator.state),
+    )
+    checkpoint.save(root, state, run.team.learners, run.config.checkpoint.keep)
+
+
+def restore(run: Run, path: Path) -> None:
+    """Bring a fresh run to a checkpoint."""
+    state = checkpoint.load(path, run.team.learners)
+    run.prompts.load_state(state.prompts)
+    run.rng.bit_generator.state = state.rng
+    run.step, run.tokens, run.seconds = state.step, state.tokens, state.seconds
+    run.policy_updates, run.critic_updates = state.policy_updates, state.critic_updates
+
+
+def train(config: Config) -> Path:
+    """Run the experiment; returns its directory. Raises ConfigError, ClusterTooSmall, WorkerFailure, RewardError."""
+    directory = Path(config.run.out) / f"{config.run.name}-seed{config.run.seed}"
+    prompts = PromptSource.open(config)  # before anything starts: a bad prompt file is the user's to mend
+    score = rewards.resolve(config.reward.function)
+    telemetry = Telemetry.open(directory, config)
+    cluster = Cluster(config)
+    try:
+        run = Run(config, assemble(config, cluster), prompts, score, np.random.default_rng(config.run.seed))
+        loop(run, telemetry, directory)
+        run.team.policy.call("export", str((directory / "policy").resolve()))
+    finally:
+        write_report(directory, telemetry.history)
+        telemetry.close()
+        cluster.shutdown()
+    return directory
+
+
+def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
+    """Steps until the configured number, with evaluation, checkpoints and telemetry around them."""
+    config, checkpoints = run.config, directory / "checkpoints"
+    if config.run.resume and (found := checkpoint.complete(checkpoints)):
+        restore(run, found[-1])
+    sync_weights(run)
+    if config.eval.every and run.step == 0:
+        telemetry.log(0, *evaluate(run))
+    while run.step < config.run.steps:
+        start = time.perf_counter()
+        batch, metrics = train_step(run)
+        run.step += 1
+        last = run.step == config.run.steps
+        elapsed = time.perf_counter() - start
+        run.seconds += elapsed
+        generated = sum(len(t.response_ids) for t in batch)
+        telemetry.log(
+            run.step,
+            batch,
+            metrics
+            | {"time/step": elapsed, "time/tokens_per_second": generated / elapsed, "rollout/tokens": run.tokens},
+        )
+        if config.eval.every and (last or run.step % config.eval.every == 0):
+            telemetry.log(run.step, *evaluate(run))
+        if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
+            save(run, checkpoints)
