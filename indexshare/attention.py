@@ -1,9 +1,9 @@
 """Training attention of an IndexShare model: the stock transformers class, with its attention exchanged.
 
-Two forms compute the same thing over the same selected keys. `masked` scores a chunk of queries against all earlier
-keys of its trajectory and masks what is not selected: best for short trajectories. `gather` fetches each query's
-selected latents: its cost does not grow with the context. Both recompute in backward what they do not keep, so memory
-is linear in the tokens.
+Two forms compute the same thing over the same selected keys. `masked` scores a chunk of queries against all
+earlier keys of its trajectory and masks what is not selected: best for short trajectories. `gather` fetches
+each query's selected latents: its cost does not grow with the context. Both recompute in backward what they
+do not keep, so memory is linear in the tokens.
 
     install(model)
     model.model(input_ids=ids[None], position_ids=positions[None],
@@ -55,7 +55,7 @@ class MaskedAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v = ctx.saved_tensors
         scale = ctx.scale
         exact = torch.promote_types(q.dtype, torch.float32)
@@ -75,14 +75,14 @@ class MaskedAttention(torch.autograd.Function):
 
 
 class GatherAttention(torch.autograd.Function):
-    """MLA in its absorbed form over the selected latents only: the query goes into latent space, keys never expand."""
+    """MLA in its absorbed form over the selected latents: queries go into latent space, keys never expand."""
 
     @staticmethod
     def _chunk(
         q: Tensor, latents: Tensor, up_k: Tensor, indices: Tensor, scale: float
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Absorbed query [c, heads, rank + rope], latents [c, k, rank + rope], probabilities [c, heads, k] and the
-        attended latent [c, heads, rank]."""
+        """Absorbed query [c, heads, rank + rope], latents [c, k, rank + rope], probabilities [c, heads, k]
+        and the attended latent [c, heads, rank]."""
         nope, rank = up_k.shape[1:]
         q_latent = torch.cat([torch.einsum("chd,hdr->chr", q[..., :nope], up_k), q[..., nope:]], -1)
         rows = latents.index_select(0, indices.clamp(min=0).flatten()).view(*indices.shape, -1)
@@ -92,7 +92,9 @@ class GatherAttention(torch.autograd.Function):
         return q_latent, rows, p, torch.bmm(p.to(q.dtype), rows[..., :rank])
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, latents: Tensor, up: Tensor, indices: Tensor, nope: int, scale: float) -> Tensor:
+    def forward(
+        ctx: Any, q: Tensor, latents: Tensor, up: Tensor, indices: Tensor, nope: int, scale: float
+    ) -> Tensor:
         """q [tokens, heads, nope + rope], latents [tokens, rank + rope], up [heads, nope + v_dim, rank],
         indices [tokens, k] -> [tokens, heads, v_dim]."""
         up_k, up_v = up[:, :nope], up[:, nope:]
@@ -106,7 +108,7 @@ class GatherAttention(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, latents, up, indices = ctx.saved_tensors
         nope, scale, rank = ctx.nope, ctx.scale, up.shape[-1]
         up_k, up_v = up[:, :nope], up[:, nope:]
@@ -135,9 +137,10 @@ class GatherAttention(torch.autograd.Function):
 
 
 class IndexShareAttention(GlmMoeDsaAttention):
-    """Drop-in attention for packed trajectories. Parameters are the stock class's; `install` exchanges the class.
+    """Drop-in attention for packed trajectories. `install` exchanges the class; parameters stay as they are.
 
-    The third result of a layer, which transformers hands to the next one, is a `Selection` instead of raw indices.
+    The third result of a layer, which transformers hands to the next one, is a `Selection` instead of raw
+    indices.
     """
 
     form: Form
@@ -152,13 +155,15 @@ class IndexShareAttention(GlmMoeDsaAttention):
         prev_topk_indices: Selection | None = None,
         **_: object,
     ) -> tuple[Tensor, None, Selection]:
-        """hidden_states [1, tokens, hidden]; attention_mask is `seq_start` [tokens] or None (one trajectory)."""
-        if past_key_values is not None or hidden_states.shape[0] != 1 or (
-            attention_mask is not None and attention_mask.dim() != 1
+        """hidden_states [1, tokens, hidden]; attention_mask is `seq_start` [tokens], or None for one."""
+        if (
+            past_key_values is not None
+            or hidden_states.shape[0] != 1
+            or (attention_mask is not None and attention_mask.dim() != 1)
         ):
             raise ValueError(
-                "IndexShareAttention trains on one packed row: pass input_ids [1, tokens], use_cache=False and"
-                ' attention_mask={"indexed_attention": seq_start}'
+                "IndexShareAttention trains on one packed row: pass input_ids [1, tokens], use_cache=False"
+                ' and attention_mask={"indexed_attention": seq_start}'
             )
         rank, nope = self.kv_lora_rank, self.qk_nope_head_dim
         tokens = hidden_states.shape[1]
@@ -170,7 +175,9 @@ class IndexShareAttention(GlmMoeDsaAttention):
             q[..., nope:], compressed[..., rank:].unsqueeze(2), *position_embeddings, unsqueeze_dim=2
         )
         q = torch.cat([q[..., :nope], q_rot], -1)
-        selection = self._select(hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices)
+        selection = self._select(
+            hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices
+        )
         if selection.indices is not None:
             latents = torch.cat([kv, k_rot.squeeze(2)], -1)[0]
             up = self.kv_b_proj.weight.view(self.num_heads, -1, rank)
@@ -195,7 +202,9 @@ class IndexShareAttention(GlmMoeDsaAttention):
             return previous
         # The bounds need a look at seq_start's values (a wait for the device): once, by the first layer.
         bounds = previous.bounds if previous is not None else segment_bounds(seq_start, hidden.shape[1])
-        gather = prefers_gather(bounds, self.indexer.index_topk) if self.form == "auto" else self.form == "gather"
+        gather = (
+            prefers_gather(bounds, self.indexer.index_topk) if self.form == "auto" else self.form == "gather"
+        )
         return select(self.indexer, hidden.detach(), q_latent.detach(), rotary, bounds, gather)
 
 
@@ -206,8 +215,10 @@ def install(model: nn.Module, form: Form = "auto") -> nn.Module:
     """
     found = [m for m in model.modules() if isinstance(m, GlmMoeDsaAttention)]
     if not found:
-        raise ValueError(f"model: {type(model).__name__} given, must be a {GlmMoeDsaPreTrainedModel.__name__}")
+        raise ValueError(
+            f"model: {type(model).__name__} given, must be a {GlmMoeDsaPreTrainedModel.__name__}"
+        )
     for attention in found:
         attention.__class__ = IndexShareAttention
-        attention.form = form
+        attention.form = form  # type: ignore[assignment]
     return model

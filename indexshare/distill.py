@@ -1,9 +1,11 @@
-"""Teaches every indexer where the layers that it serves look (multi-layer distillation, IndexCache, arXiv 2603.12201).
+"""Teaches every indexer where the layers that it serves look.
 
-The target of a Full layer's indexer is the mean, over the heads of all layers that use its selection, of their
-attention over all legal keys. One KL to that mean has the same gradient as the mean of KLs to each (the paper's
-Proposition 1), so the indexer's scores are computed once. Everything goes chunk by chunk, each chunk backwarded at
-once: memory is linear in the tokens. The backbone gets no gradient.
+This is the multi-layer distillation of IndexCache (arXiv 2603.12201).
+
+The target of a Full layer's indexer is the mean, over the heads of all layers that use its selection, of
+their attention over all legal keys. One KL to that mean has the same gradient as the mean of KLs to each (the
+paper's Proposition 1), so the indexer's scores are computed once. Everything goes chunk by chunk, each chunk
+backwarded at once: memory is linear in the tokens. The backbone gets no gradient.
 """
 
 from __future__ import annotations
@@ -13,7 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import apply_rotary_pos_emb_interleave
+from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
+    GlmMoeDsaForCausalLM,
+    apply_rotary_pos_emb_interleave,
+)
 
 from indexshare.attention import IndexShareAttention
 from indexshare.indexer import Chunk, chunk_scores, chunked, future, project, segment_bounds
@@ -23,21 +28,25 @@ from indexshare.selection import stable_topk_mask
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer's attention was given: hidden states [1, tokens, hidden] and (cos, sin) [1, tokens, rope]."""
+    """What an attention was given: hidden states [1, tokens, hidden] and (cos, sin) [1, tokens, rope]."""
 
     hidden: Tensor
     rotary: tuple[Tensor, Tensor]
 
 
 @torch.no_grad()
-def record(model: nn.Module, ids: Tensor, positions: Tensor, seq_start: Tensor) -> list[LayerInput]:
-    """Runs the backbone once over a packed micro-batch ([tokens] each) and keeps what every attention was given."""
+def record(
+    model: GlmMoeDsaForCausalLM, ids: Tensor, positions: Tensor, seq_start: Tensor
+) -> list[LayerInput]:
+    """Runs the backbone over a packed micro-batch ([tokens] each); keeps what every attention was given."""
     inputs: list[LayerInput] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(LayerInput(kwargs["hidden_states"].detach(), kwargs["position_embeddings"]))
 
-    hooks = [layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
+    hooks = [
+        layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers
+    ]
     try:
         model.model(
             input_ids=ids[None],
@@ -82,7 +91,11 @@ def served(attention: IndexShareAttention, given: LayerInput) -> Served:
 
 
 def backward(
-    model: nn.Module, inputs: list[LayerInput], seq_start: Tensor, chunk_size: int = 128, weights: Tensor | None = None
+    model: GlmMoeDsaForCausalLM,
+    inputs: list[LayerInput],
+    seq_start: Tensor,
+    chunk_size: int = 128,
+    weights: Tensor | None = None,
 ) -> dict[int, float]:
     """Adds the gradient of the distillation loss to the indexers' parameters.
 
@@ -116,8 +129,11 @@ def backward(
 
 
 @torch.no_grad()
-def recall(model: nn.Module, inputs: list[LayerInput], seq_start: Tensor, k: int, chunk_size: int = 128) -> list[float]:
-    """By layer: attention mass on the keys its indexer selects over the mass on the k best, where there are > k."""
+def recall(
+    model: GlmMoeDsaForCausalLM, inputs: list[LayerInput], seq_start: Tensor, k: int, chunk_size: int = 128
+) -> list[float]:
+    """By layer, over queries with more than k legal keys: the attention mass on the k that its indexer
+    selects, divided by the mass on the k best."""
     attentions = [layer.self_attn for layer in model.model.layers]
     bounds = segment_bounds(seq_start, inputs[0].hidden.shape[1])
     got, best = [0.0] * len(attentions), [0.0] * len(attentions)
@@ -127,11 +143,12 @@ def recall(model: nn.Module, inputs: list[LayerInput], seq_start: Tensor, k: int
         q, key, w = project(indexer, inputs[full].hidden, q_latent, inputs[full].rotary)
         teachers = {i: served(attentions[i], inputs[i]) for i in layers}
         for chunk in chunked(bounds, chunk_size):
-            if chunk.begin - chunk.start < k:
+            if chunk.end - chunk.start <= k:
                 continue
-            selected = stable_topk_mask(chunk_scores(q, key, w, indexer.softmax_scale, chunk), k)
+            first = max(0, chunk.start + k - chunk.begin)
+            selected = stable_topk_mask(chunk_scores(q, key, w, indexer.softmax_scale, chunk), k)[first:]
             for i, teacher in teachers.items():
-                mass = teacher.attention(chunk)
+                mass = teacher.attention(chunk)[first:]
                 got[i] += mass.masked_fill(~selected, 0.0).sum().item()
                 best[i] += mass.topk(k, -1).values.sum().item()
     return [g / b if b else float("nan") for g, b in zip(got, best, strict=True)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -16,16 +17,17 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 from indexshare.selection import stable_topk, stable_topk_mask
 
 QUERY_CHUNK = 128
-"""Queries handled at once in the masked form; a chunk attends up to its own end, which skips most of what causality
-forbids, and its scores stay in the processor's cache (measured best of 64, 128, 225 and 450 at 450 tokens)."""
+"""Queries handled at once in the masked form; a chunk attends up to its own end, which skips most of what
+causality forbids, and its scores stay in the processor's cache (measured best of 64, 128, 225 and 450 at 450
+tokens)."""
 
 BREAK_EVEN = 8
-"""Mean keys of context per selected key from which gathering the selected ones is faster than masking the others."""
+"""Mean keys of context per selected key from which gathering those is faster than masking the others."""
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """Queries [begin, end) of one trajectory, which starts at `start`: they see keys [start, end) and no others."""
+    """Queries [begin, end) of the trajectory that starts at `start`: they see keys [start, end) only."""
 
     start: int
     begin: int
@@ -36,8 +38,8 @@ class Chunk:
 class Selection:
     """What the last Full layer selected for a micro-batch; the Shared layers after it reuse this object.
 
-    Exactly one form is kept. `biases[i]` [queries, keys] belongs to `chunks[i]`: 0 where selected and -inf elsewhere.
-    `indices` [tokens, k] holds flat key positions, -1 where there are fewer than k legal keys.
+    Exactly one form is kept. `biases[i]` [queries, keys] belongs to `chunks[i]`: 0 where selected and -inf
+    elsewhere. `indices` [tokens, k] holds flat key positions, -1 where there are fewer than k legal keys.
     """
 
     bounds: tuple[int, ...]
@@ -47,7 +49,7 @@ class Selection:
 
 
 def segment_bounds(seq_start: Tensor | None, tokens: int) -> tuple[int, ...]:
-    """First index of every trajectory, and the number of tokens. seq_start [tokens]; None is one trajectory."""
+    """First index of every trajectory, then the number of tokens. seq_start [tokens]; None is one."""
     if seq_start is None:
         return (0, tokens)
     return (*torch.unique_consecutive(seq_start).tolist(), tokens)
@@ -57,14 +59,14 @@ def chunked(bounds: tuple[int, ...], size: int) -> tuple[Chunk, ...]:
     """Trajectories cut into chunks of at most `size` queries."""
     return tuple(
         Chunk(start, begin, min(begin + size, stop))
-        for start, stop in zip(bounds[:-1], bounds[1:], strict=True)
+        for start, stop in itertools.pairwise(bounds)
         for begin in range(start, stop, size)
     )
 
 
 def prefers_gather(bounds: tuple[int, ...], k: int) -> bool:
     """Whether gathering k keys per query is faster than masking, for the micro-batch as a whole."""
-    work = sum((b - a) ** 2 / 2 for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    work = sum((b - a) ** 2 / 2 for a, b in itertools.pairwise(bounds))
     return work > BREAK_EVEN * k * bounds[-1]
 
 
@@ -117,7 +119,7 @@ def select(
     k_best = indexer.index_topk
     chunks = chunked(bounds, QUERY_CHUNK)
     dtype = torch.promote_types(hidden.dtype, torch.float32)
-    longest = max(b - a for a, b in zip(bounds[:-1], bounds[1:], strict=True))
+    longest = max(b - a for a, b in itertools.pairwise(bounds))
     if k_best >= longest and not gather:
         # Every legal key is selected, whatever the scores.
         hidden_keys = (future(chunk, hidden.device) for chunk in chunks)
@@ -129,11 +131,15 @@ def select(
             yield chunk, chunk_scores(q, k, weights, indexer.softmax_scale, chunk)
 
     if not gather:
-        return Selection(bounds, chunks, tuple(_bias(~stable_topk_mask(s, k_best), dtype) for _, s in scores()), None)
+        return Selection(
+            bounds, chunks, tuple(_bias(~stable_topk_mask(s, k_best), dtype) for _, s in scores()), None
+        )
     indices = torch.full((hidden.shape[1], min(k_best, longest)), -1, dtype=torch.int32, device=hidden.device)
     for chunk, s in scores():
         best = stable_topk(s, k_best)
-        indices[chunk.begin : chunk.end, : best.shape[1]] = torch.where(best < 0, best, best + chunk.start).int()
+        indices[chunk.begin : chunk.end, : best.shape[1]] = torch.where(
+            best < 0, best, best + chunk.start
+        ).int()
     return Selection(bounds, chunks, None, indices)
 
 

@@ -1,7 +1,8 @@
 """Which layers select keys (Full) and which reuse the selection of the last Full layer (Shared).
 
-One type is the only place where the schedule is read, checked and written. transformers prefers `indexer_types`, vLLM
-reads only `index_topk_pattern` or `index_topk_freq` with `index_skip_topk_offset`, so a config carries both, equal.
+One type is the only place where the schedule is read, checked and written. transformers prefers
+`indexer_types`, vLLM reads only `index_topk_pattern` or `index_topk_freq` with `index_skip_topk_offset`, so a
+config carries both, equal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Schedule:
             if kind not in LETTERS.values():
                 raise ValueError(f"schedule: layer {i} is {kind!r}, must be 'full' or 'shared'")
         if self.types[0] != "full":
-            raise ValueError("schedule: the first layer is Shared, but there is no selection before it to reuse")
+            raise ValueError(
+                "schedule: the first layer is Shared, but there is no selection before it to reuse"
+            )
 
     @classmethod
     def from_freq(cls, layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Schedule:
@@ -41,7 +44,7 @@ class Schedule:
         if freq < 1:
             raise ValueError(f"index_topk_freq: {freq} given, must be at least 1")
         if offset < 1:
-            # Offset 1 still leaves layer 0 Full; at 0 or below, it is Shared or the count starts inside a group.
+            # With offset 1 layer 0 is Full; below, the count starts inside a group.
             raise ValueError(f"index_skip_topk_offset: {offset} given, must be at least 1")
         full = (max(i - offset + 1, 0) % freq == 0 for i in range(layers))
         return cls(tuple("full" if f else "shared" for f in full), freq, offset)
@@ -51,7 +54,9 @@ class Schedule:
         """One letter per layer, as in "FFSSSF"; `layers` is how many the model has."""
         for letter in pattern:
             if letter not in LETTERS:
-                raise ValueError(f"index_topk_pattern: {pattern!r} has {letter!r}, must be of 'F' and 'S' only")
+                raise ValueError(
+                    f"index_topk_pattern: {pattern!r} has {letter!r}, must be of 'F' and 'S' only"
+                )
         _check_length("index_topk_pattern", len(pattern), layers)
         return cls(tuple(LETTERS[letter] for letter in pattern))
 
@@ -69,22 +74,22 @@ class Schedule:
         pattern, types = fields.get("index_topk_pattern"), fields.get("indexer_types")
         spelled: dict[str, Schedule] = {}
         if pattern is not None:
-            letters = pattern if isinstance(pattern, str) else "".join(p[:1].upper() for p in pattern)
-            spelled["index_topk_pattern"] = cls.from_pattern(letters, layers)
-        elif types is None or "index_topk_freq" in fields:
+            spelled["index_topk_pattern"] = cls.from_pattern(pattern, layers)
+        if pattern is None or "index_topk_freq" in fields:
+            # Where a config is silent, vLLM takes every layer for Full, whatever `indexer_types` says.
             freq = fields.get("index_topk_freq", DEFAULT_FREQ)
             offset = fields.get("index_skip_topk_offset", DEFAULT_OFFSET)
             spelled["index_topk_freq"] = cls.from_freq(layers, freq, offset)
         if types is not None:
             spelled["indexer_types"] = cls.from_types(types, layers)
-        first, *others = spelled.items()
-        for name, schedule in others:
-            if schedule.types != first[1].types:
+        (name, schedule), *others = spelled.items()
+        for other, another in others:
+            if another.types != schedule.types:
                 raise ValueError(
-                    f"{first[0]} says {first[1].pattern} and {name} says {schedule.pattern}: they must agree, because"
-                    " vLLM reads one and transformers the other"
+                    f"{name} says {schedule.pattern}, {other} says {another.pattern}: they must agree, "
+                    "vLLM reads one and transformers the other"
                 )
-        return first[1]
+        return schedule
 
     @property
     def pattern(self) -> str:
@@ -97,7 +102,7 @@ class Schedule:
         return tuple(i for i, kind in enumerate(self.types) if kind == "full")
 
     def served_layers(self) -> dict[int, tuple[int, ...]]:
-        """Of every Full layer, the layers that attend to its selection: itself and the Shared ones after it."""
+        """Of every Full layer, the layers that use its selection: itself and the Shared ones after it."""
         ends = (*self.full_layers[1:], len(self.types))
         return {full: tuple(range(full, end)) for full, end in zip(self.full_layers, ends, strict=True)}
 

@@ -1,7 +1,8 @@
 """The one definition of "the k best keys", used by the trainer and by the rollout plugin.
 
-Ties go to the lowest position. The indexer's ReLU makes exact ties at zero common and `torch.topk` leaves their order
-open, so two sides that use it choose different keys and their log-probabilities part by whole nats.
+Ties go to the lowest position. The indexer's ReLU makes exact ties at zero common and `torch.topk` leaves
+their order open, so two sides that use it choose different keys and their log-probabilities part by whole
+nats.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ NONE = -1
 def stable_topk(scores: Tensor, k: int) -> Tensor:
     """Positions of the k highest scores, best first, equal scores in order of position.
 
-    scores [..., keys], -inf where a key is not legal -> int64 [..., min(k, keys)], `NONE` where fewer keys are legal.
+    scores [..., keys], -inf where a key is not legal -> int64 [..., min(k, keys)], `NONE` where fewer keys
+    are legal.
     """
     if k < 1:
         raise ValueError(f"k: {k} given, must be at least 1")
@@ -33,7 +35,8 @@ def stable_topk_mask(scores: Tensor, k: int) -> Tensor:
         return scores != float("-inf")
     kth = scores.topk(k, dim=-1, sorted=False).values.amin(-1, keepdim=True)
     above = scores > kth
-    # Of the keys that tie with the k-th, the first ones fill what the better keys leave. -inf ties are illegal keys.
+    # Of the keys that tie with the k-th, the first ones fill what the better keys leave. -inf ties are
+    # illegal keys.
     tied = (scores == kth) & (kth != float("-inf"))
     room = k - above.sum(-1, keepdim=True, dtype=torch.int32)
     return above | (tied & (tied.cumsum(-1, dtype=torch.int32) <= room))

@@ -1,7 +1,7 @@
 """Procedural tasks in plain ASCII, each a pure function of (seed, index) and its knobs.
 
-They are small on purpose: a character-level model of a million parameters can learn them in minutes, and the recall
-task makes the prompt as long as wanted without making the answer longer.
+They are small on purpose: a character-level model of a million parameters can learn them in minutes, and the
+recall task makes the prompt as long as wanted without making the answer longer.
 """
 
 from __future__ import annotations
@@ -27,10 +27,13 @@ class Example:
 
 
 def recall(rng: random.Random, pairs: int = 56, key_length: int = 1, value_length: int = 4) -> Example:
-    """`A:wxyz 7:abcd ... ?7:` -> `abcd`. A prompt has pairs * (key_length + value_length + 2) + key_length + 2 - 0
-    characters: 409 with the defaults, and one token more for the beginning."""
-    if not 1 <= pairs <= len(KEY_ALPHABET) ** key_length:
-        raise ValueError(f"pairs: {pairs} given, must be 1 to {len(KEY_ALPHABET) ** key_length} with key_length {key_length}")
+    """`A:wxyz 7:abcd ... ?7:` -> `abcd`.
+
+    A prompt has pairs * (key_length + value_length + 2) + key_length + 2 characters: 395 with the defaults.
+    """
+    most = len(KEY_ALPHABET) ** key_length
+    if not 1 <= pairs <= most:
+        raise ValueError(f"pairs: {pairs} given, must be 1 to {most} with key_length {key_length}")
     keys = _distinct_words(rng, KEY_ALPHABET, key_length, pairs)
     values = ["".join(rng.choices(VALUE_ALPHABET, k=value_length)) for _ in keys]
     asked = rng.randrange(pairs)
@@ -70,7 +73,7 @@ TASKS: dict[str, Callable[..., Example]] = {
 
 
 def make(name: str, index: int, seed: int, **knobs: int) -> Example:
-    """Example `index` of a task's endless stream under `seed`: the same arguments give the same example anywhere."""
+    """Example `index` of a task's endless stream under `seed`: the same arguments, the same example."""
     if name not in TASKS:
         raise ValueError(f"task: {name!r} given, must be one of {', '.join(TASKS)}")
     known = list(inspect.signature(TASKS[name]).parameters)[1:]
