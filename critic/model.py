@@ -22,9 +22,7 @@ class ValueModel(nn.Module):
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
 
-    def forward(
-        self, batch: Batch
-    ) -> tuple[Float[torch.Tensor, " responses"], Float[torch.Tensor, " trajectories"]]:
+    def forward(self, batch: Batch) -> tuple[Float[torch.Tensor, " responses"], Float[torch.Tensor, " trajectories"]]:
         """Values before every response token, and after each trajectory's last token; float32, never scaled."""
         hidden = hidden_states(self.backbone, batch)
         states = hidden[torch.cat([batch.predicts, batch.last])].float()

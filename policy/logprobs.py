@@ -47,9 +47,7 @@ class _LinearLogprobs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, targets: Tensor, temperature: float, chunk: int
     ) -> tuple[Tensor, Tensor]:
         wide = _wide(hidden.dtype)
-        logprobs, entropy, lse = (
-            torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3)
-        )
+        logprobs, entropy, lse = (torch.empty(len(hidden), dtype=wide, device=hidden.device) for _ in range(3))
         for a in range(0, len(hidden), chunk):
             s = slice(a, a + chunk)
             z = _logits(hidden[s], weight, temperature)

@@ -30,7 +30,13 @@ def policy_loss(
         )
     else:
         surrogate = losses.clip_policy_loss(
-            logprobs, old, f["advantages"], mask, clip_low=a.clip_low, clip_high=a.clip_high, dual_clip=a.dual_clip
+            logprobs,
+            old,
+            f["advantages"],
+            mask,
+            clip_low=a.clip_low,
+            clip_high=a.clip_high,
+            dual_clip=a.dual_clip,
         )
     per_token = surrogate.loss
     if a.importance_cap is not None:
@@ -122,5 +128,3 @@ class ReferenceWorker:
         batches = microbatches(trajectories, self.config.step.tokens_per_microbatch)
         packs = [pack(b, self.device) for b in batches]
         return [a for b in packs for a in per_response(b, self.model(b)[0])]
-
-

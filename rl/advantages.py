@@ -32,9 +32,7 @@ def gae(
     it as that.
     """
     if len(values) != len(action_mask) + 1:
-        raise ValueError(
-            f"values: {len(values)} given, must be one more than the {len(action_mask)} response tokens"
-        )
+        raise ValueError(f"values: {len(values)} given, must be one more than the {len(action_mask)} response tokens")
     v = np.asarray(values[:-1], np.float64)[action_mask]
     successors = np.append(v, bootstrap_value)[1:]
     td_errors = _rewards_of_actions(rewards, action_mask) + gamma * successors - v
@@ -106,9 +104,7 @@ def total_reward(rewards: Float[Array, " response"]) -> float:
     return float(np.sum(rewards, dtype=np.float64))
 
 
-def whiten(
-    arrays: Sequence[Float[Array, " _"]], masks: Sequence[Bool[Array, " _"]]
-) -> list[Float[Array, " _"]]:
+def whiten(arrays: Sequence[Float[Array, " _"]], masks: Sequence[Bool[Array, " _"]]) -> list[Float[Array, " _"]]:
     """Mean 0 and population deviation 1 over all action tokens of the step; 0 outside the masks.
 
     The arrays are the whole step: whitening a rank's or a micro-batch's share is another quantity.
@@ -171,9 +167,7 @@ def _discounted_sums(x: Float[Array, " actions"], factor: float) -> Float[Array,
     return lfilter([1.0], [1.0, -factor], x[::-1])[::-1] if len(x) else x
 
 
-def _on_tokens(
-    x: Float[Array, " actions"], action_mask: Bool[Array, " response"]
-) -> Float[Array, " response"]:
+def _on_tokens(x: Float[Array, " actions"], action_mask: Bool[Array, " response"]) -> Float[Array, " response"]:
     out = np.zeros(len(action_mask))
     out[action_mask] = x
     return out

@@ -69,9 +69,7 @@ def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> T
             return adv.gae(t.values, rewards, t.action_mask, gamma=a.gamma, lam=lam, bootstrap_value=last)
 
         value_targets = gae(a.lambda_critic) + t.values[:-1]
-        out.append(
-            replace(t, advantages=gae(_lambda(a.lambda_policy, t.actions)), value_targets=value_targets)
-        )
+        out.append(replace(t, advantages=gae(_lambda(a.lambda_policy, t.actions)), value_targets=value_targets))
         returns = adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap)
         realised.append(returns[t.action_mask])
         predicted.append(t.values[:-1][t.action_mask])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -92,8 +93,7 @@ class Cluster:
                 address=config.cluster.address,
                 include_dashboard=False,
                 log_to_driver=False,
-                logging_level="warning",
-                configure_logging=True,
+                logging_level=logging.WARNING,
             )
         self._roles = {role.name: role for role in roles(config)}
         self._groups: dict[str, PlacementGroup] = {}

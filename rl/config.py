@@ -100,7 +100,7 @@ class DeepSpeedConfig:
 class LoraConfig:
     rank: int = 0
     """0 trains all parameters."""
-    alpha: float = 16.0
+    alpha: int = 16
     target_modules: list[str] = field(default_factory=list)
 
 

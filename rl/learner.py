@@ -143,14 +143,11 @@ class Learner:
         disable_dropout(module)
         module.train()  # gradient checkpointing of transformers is off in eval mode
         trained = [p for p in module.parameters() if p.requires_grad]
-        adam: type[torch.optim.Optimizer] = torch.optim.AdamW
-        if ds.offload:
-            adam = deepspeed.ops.adam.DeepSpeedCPUAdam
+        adam: Any = deepspeed.ops.adam.DeepSpeedCPUAdam if ds.offload else torch.optim.AdamW
+        betas, decay = (optimizer.betas[0], optimizer.betas[1]), optimizer.weight_decay
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
-            optimizer=adam(
-                trained, lr=optimizer.lr, betas=tuple(optimizer.betas), weight_decay=optimizer.weight_decay
-            ),
+            optimizer=adam(trained, lr=optimizer.lr, betas=betas, weight_decay=decay),
             config=_deepspeed_config(ds, optimizer),
         )
         self._ranks = torch.distributed.get_world_size()

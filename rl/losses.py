@@ -114,17 +114,13 @@ def dis_policy_loss(
     return PolicyLoss(-counted * advantages, ratio, below, above)
 
 
-def importance_weights(
-    trainer_logprobs: Tokens, rollout_logprobs: Tokens, mask: Mask, *, cap: float
-) -> Tokens:
+def importance_weights(trainer_logprobs: Tokens, rollout_logprobs: Tokens, mask: Mask, *, cap: float) -> Tokens:
     """Truncated importance weights min(trainer / rollout, cap), without gradient; 1 outside the mask."""
     trainer, rollout = _inside(mask, trainer_logprobs.detach(), rollout_logprobs.detach())
     return torch.where(mask, (trainer - rollout).exp().clamp(max=cap), 1.0)
 
 
-def value_loss(
-    values: Tokens, old_values: Tokens, targets: Tokens, mask: Mask, *, clip: float | None
-) -> Tokens:
+def value_loss(values: Tokens, old_values: Tokens, targets: Tokens, mask: Mask, *, clip: float | None) -> Tokens:
     """Half squared error per token; with `clip`, the larger of it and that of V kept near V_old."""
     values, old_values, targets = _inside(mask, values, old_values, targets)
     loss = (values - targets).square() / 2
@@ -157,9 +153,7 @@ def kl_loss(logprobs: Tokens, reference_logprobs: Tokens, mask: Mask, kind: str)
     gradient is that of the reverse KL.
     """
     if kind == "k1":
-        raise ValueError(
-            "kl estimator: 'k1' given, in the loss its expected gradient is zero; allowed there: k2, k3"
-        )
+        raise ValueError("kl estimator: 'k1' given, in the loss its expected gradient is zero; allowed there: k2, k3")
     log_p, log_q = _inside(mask, logprobs, reference_logprobs)
     return kl_estimate(log_p, log_q, kind)
 
@@ -168,9 +162,7 @@ def mismatch_tokens(rollout_logprobs: Tokens, trainer_logprobs: Tokens, mask: Ma
     """How far the trainer is from the engine that sampled, without gradient; 0 outside the mask."""
     rollout, trainer = _inside(mask, rollout_logprobs.detach(), trainer_logprobs.detach())
     ratio = (trainer - rollout).exp()
-    return Mismatch(
-        kl_estimate(rollout, trainer, "k3"), (rollout - trainer).abs(), (ratio < 0.5) | (ratio > 2.0)
-    )
+    return Mismatch(kl_estimate(rollout, trainer, "k3"), (rollout - trainer).abs(), (ratio < 0.5) | (ratio > 2.0))
 
 
 def _inside(mask: Mask, *tensors: Tokens) -> tuple[Tokens, ...]:

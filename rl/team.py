@@ -9,7 +9,7 @@ from typing import Any
 from critic.worker import CriticWorker
 from policy.worker import PolicyWorker, ReferenceWorker
 from rl.algorithms import needs_critic
-from rl.cluster import Cluster, WorkerGroup
+from rl.cluster import Cluster, Pending, WorkerGroup, get
 from rl.config import Config
 from rl.learner import Stats
 from rl.trajectory import Trajectory, shard
@@ -50,25 +50,36 @@ def assemble(config: Config, cluster: Cluster) -> Team:
 
 
 def _rendezvous(group: WorkerGroup) -> tuple[str, int]:
-    from rl.cluster import get
-
     host, port = get(group.actors[0].address.remote(), group.names[0])
     return host, port
 
 
-def per_trajectory(group: WorkerGroup, method: str, trajectories: Sequence[Trajectory], *args: Any) -> list[Any]:
-    """One result per trajectory, in order, from a method that takes a rank's share.
+@dataclass(frozen=True)
+class PendingTrajectories:
+    """A per-trajectory call under way."""
 
-    Empty responses take part too: the state after their prompt has a value.
-    """
-    shards = shard(trajectories, len(group.actors))
-    results = group.call(method, per_rank=[(s, *args) for s in shards])
-    found = {
-        (t.prompt_index, t.sample_index): r
-        for share, values in zip(shards, results, strict=True)
-        for t, r in zip(share, values, strict=True)
-    }
-    return [found[t.prompt_index, t.sample_index] for t in trajectories]
+    pending: Pending
+    shards: list[list[Trajectory]]
+    order: Sequence[Trajectory]
+
+    def get(self) -> list[Any]:
+        """One result per trajectory, in the order they were given. Raises `WorkerFailure`."""
+        found = {
+            (t.prompt_index, t.sample_index): r
+            for share, values in zip(self.shards, self.pending.get(), strict=True)
+            for t, r in zip(share, values, strict=True)
+        }
+        return [found[t.prompt_index, t.sample_index] for t in self.order]
+
+
+def per_trajectory(
+    group: WorkerGroup, method: str, trajectories: Sequence[Trajectory], *args: Any
+) -> PendingTrajectories:
+    """Start a method that takes a rank's share of trajectories and answers one result for each."""
+    # A rank without work would leave its peers waiting: fewer trajectories than ranks are given to all of them.
+    ranks = len(group.actors)
+    shards = shard(trajectories, ranks) if len(trajectories) >= ranks else [list(trajectories)] * ranks
+    return PendingTrajectories(group.start(method, per_rank=[(s, *args) for s in shards]), shards, trajectories)
 
 
 def merged(results: Sequence[tuple[Stats, float]]) -> tuple[Stats, float]:

@@ -68,14 +68,7 @@ def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
         scores = rewards.score(run.score, batch)
         batch = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
     with clock("judge"):
-        if needs_old_logprobs(config):
-            batch = with_arrays(batch, old_logprobs=per_trajectory(team.policy, "logprobs", batch))
-        if team.reference:
-            batch = with_arrays(batch, reference_logprobs=per_trajectory(team.reference, "logprobs", batch))
-        elif config.algorithm.kl.where != "none":  # LoRA: the policy without its adapter
-            batch = with_arrays(batch, reference_logprobs=per_trajectory(team.policy, "logprobs", batch, True))
-        if team.critic:
-            batch = with_arrays(batch, values=per_trajectory(team.critic, "values", batch))
+        batch = judge(team, batch, config)
     learned = targets(batch, config.algorithm)
     with clock("learn"):
         updates = learn(run, learned.trajectories)
@@ -86,11 +79,27 @@ def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
     return learned.trajectories, metrics
 
 
+def judge(team: Team, batch: list[Trajectory], config: Config) -> list[Trajectory]:
+    """What the algorithm needs to know of the trajectories, from all roles at once."""
+    started = {}
+    if needs_old_logprobs(config):
+        started["old_logprobs"] = per_trajectory(team.policy, "logprobs", batch)
+    if team.reference:
+        started["reference_logprobs"] = per_trajectory(team.reference, "logprobs", batch)
+    elif config.algorithm.kl.where != "none":  # LoRA: the policy without its adapter
+        started["reference_logprobs"] = per_trajectory(team.policy, "logprobs", batch, True)
+    if team.critic:
+        started["values"] = per_trajectory(team.critic, "values", batch)
+    return with_arrays(batch, **{name: pending.get() for name, pending in started.items()})
+
+
 def learn(run: Run, batch: Sequence[Trajectory]) -> dict[str, float]:
     """Epochs of optimizer steps: critic and policy side by side, each on its own actors."""
     config, team, a = run.config, run.team, run.config.algorithm
     critic: list[Pending] = []
-    policy_stats, critic_stats, norms, critic_norms = Stats(), Stats(), [], []
+    policy_stats, critic_stats = Stats(), Stats()
+    norms: list[float] = []
+    critic_norms: list[float] = []
     policy_moves = run.step >= config.critic.warmup_steps or team.critic is None
     for _ in range(config.step.epochs):
         for part in optimizer_steps(run, batch):
@@ -127,7 +136,9 @@ def optimizer_steps(run: Run, batch: Sequence[Trajectory]) -> Iterator[list[Traj
     for start in range(0, size * run.config.step.optimizer_steps, size):
         part = [batch[i] for i in order[start : start + size]]
         weights = loss_weights(
-            [t.actions for t in part], a.aggregation, max_response_tokens=run.config.rollout.max_response_tokens
+            [t.actions for t in part],
+            a.aggregation,
+            max_response_tokens=run.config.rollout.max_response_tokens,
         )
         weighted = [replace(t, loss_weight=w) for t, w in zip(part, weights, strict=True) if t.actions]
         if weighted:
@@ -149,7 +160,7 @@ def sync_weights(run: Run) -> dict[str, float]:
     """Give every engine the policy's weights, and prove that they answer like the trainer."""
     weights = run.team.policy.call("weights")[0]
     probe = run.prompts.probe()
-    trainer = per_trajectory(run.team.policy, "logprobs", [probe])[0]
+    trainer = per_trajectory(run.team.policy, "logprobs", [probe]).get()[0]
     return run.team.rollout.sync(weights, version=run.step + 1, probe=probe, expected=trainer)
 
 
@@ -227,7 +238,11 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
             run.step,
             batch,
             metrics
-            | {"time/step": elapsed, "time/tokens_per_second": generated / elapsed, "rollout/tokens": run.tokens},
+            | {
+                "time/step": elapsed,
+                "time/tokens_per_second": generated / elapsed,
+                "rollout/tokens": run.tokens,
+            },
         )
         if config.eval.every and (last or run.step % config.eval.every == 0):
             telemetry.log(run.step, *evaluate(run))

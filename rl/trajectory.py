@@ -128,9 +128,7 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
     for name in (*PER_TOKEN, "values"):
         arrays = [getattr(t, name) for t in trajectories if getattr(t, name) is not None]
         if arrays and len(arrays) < len(trajectories):
-            raise ValueError(
-                f"{name}: only {len(arrays)} of {len(trajectories)} trajectories of a pack have it"
-            )
+            raise ValueError(f"{name}: only {len(arrays)} of {len(trajectories)} trajectories of a pack have it")
         if arrays:
             fields[name] = joined((a[:-1] if name == "values" else a for a in arrays), np.float32)
     return Batch(
@@ -151,9 +149,7 @@ def _check(t: Trajectory) -> None:
     where = f"trajectory (prompt {t.prompt_index}, sample {t.sample_index})"
     if not len(t.prompt_ids):
         raise ValueError(f"{where}: empty prompt, nothing predicts the first response token")
-    expected = dict.fromkeys(("action_mask", *PER_TOKEN), len(t.response_ids)) | {
-        "values": len(t.response_ids) + 1
-    }
+    expected = dict.fromkeys(("action_mask", *PER_TOKEN), len(t.response_ids)) | {"values": len(t.response_ids) + 1}
     for name, length in expected.items():
         array = getattr(t, name)
         if array is not None and len(array) != length:

@@ -32,7 +32,8 @@ CUT = trajectory(finish_reason="length", values=np.array([0.5, 0.4, 0.3, 0.3], n
 
 
 @pytest.mark.parametrize(
-    ("truncation", "expected"), [("terminal", [-0.4658, -0.3850, -0.3000]), ("bootstrap", [-0.1950, -0.1000, 0.0])]
+    ("truncation", "expected"),
+    [("terminal", [-0.4658, -0.3850, -0.3000]), ("bootstrap", [-0.1950, -0.1000, 0.0])],
 )
 def test_worked_values_1_and_2_truncation(truncation, expected):
     a = AlgorithmConfig(lambda_policy="0.95", lambda_critic=0.95, truncation=truncation, whiten=False)
@@ -62,7 +63,9 @@ def test_worked_value_11_grpo_group():
     batch = [trajectory(0, i, score=s) for i, s in enumerate([1.0, 0.0, 0.0, 1.0])]
     batch += [trajectory(1, i, score=1.0) for i in range(4)]
     result = targets(batch, a)
-    np.testing.assert_allclose([t.advantages[0] for t in result.trajectories[:4]], [0.866, -0.866, -0.866, 0.866], atol=1e-4)
+    np.testing.assert_allclose(
+        [t.advantages[0] for t in result.trajectories[:4]], [0.866, -0.866, -0.866, 0.866], atol=1e-4
+    )
     assert all((t.advantages == 0).all() for t in result.trajectories[4:])
     assert result.metrics["grpo/zero_variance_groups"] == 1
 

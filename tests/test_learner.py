@@ -73,9 +73,7 @@ def on_ranks(ranks, function, *args):
 
 def learn(ds=None, optimizer=None, tokens=1000, ranks=1, updates=2):
     """Weights of rank 0 after some steps, all ranks' merged stats of the last, and its gradient norm."""
-    results = on_ranks(
-        ranks, run, ds or DeepSpeedConfig(), optimizer or OptimizerConfig(lr=0.05), tokens, updates
-    )
+    results = on_ranks(ranks, run, ds or DeepSpeedConfig(), optimizer or OptimizerConfig(lr=0.05), tokens, updates)
     stats = Stats()
     for _, measured, _ in results:
         stats = stats.merge(measured)
@@ -88,7 +86,8 @@ def whole():
 
 
 @pytest.mark.parametrize(
-    ("stage", "ranks", "tokens"), [(1, 1, 9), (2, 2, 9), (3, 2, 20), pytest.param(1, 2, 1, marks=pytest.mark.slow)]
+    ("stage", "ranks", "tokens"),
+    [(1, 1, 9), (2, 2, 9), (3, 2, 20), pytest.param(1, 2, 1, marks=pytest.mark.slow)],
 )
 def test_update_is_the_same_for_any_split(whole, stage, ranks, tokens):
     weights, stats, norm = learn(DeepSpeedConfig(zero_stage=stage, ranks=ranks), tokens=tokens, ranks=ranks)
@@ -137,8 +136,6 @@ def test_dropout_of_the_models_config_is_off():
     assert layer[1].attention_dropout == 0.0
 
 
-
-
 def test_stats_merge_like_the_whole():
     mask = torch.tensor([True, False, True, True])
     x = torch.tensor([1.0, float("nan"), 3.0, 5.0])
@@ -148,5 +145,3 @@ def test_stats_merge_like_the_whole():
     )
     assert parts == whole
     assert whole.means() == {"x": 3.0, "lo": 1.0, "hi": 5.0}
-
-

@@ -10,7 +10,13 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
-from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, GlmMoeDsaForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
 
 from critic.model import build as build_critic
 from policy.model import PolicyModel, build, plain_state_dict
@@ -129,9 +135,7 @@ class Successor(torch.nn.Module):
 
 
 def test_worked_value_4_logprobs_are_of_the_response_and_not_shifted():
-    t = replace(
-        trajectory(0, 2, 2, 8), prompt_ids=np.array([3, 4], np.int32), response_ids=np.array([5, 6], np.int32)
-    )
+    t = replace(trajectory(0, 2, 2, 8), prompt_ids=np.array([3, 4], np.int32), response_ids=np.array([5, 6], np.int32))
     model = PolicyModel.__new__(PolicyModel)
     torch.nn.Module.__init__(model)
     model.lm, model.temperature = Successor(), 1.0
