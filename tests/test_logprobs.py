@@ -130,7 +130,7 @@ def test_no_rows():
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, math.nan])
 def test_a_temperature_that_is_not_above_0_is_refused(temperature):
-    with pytest.raises(ValueError, match="temperature: .* given"):
+    with pytest.raises(ValueError, match=r"temperature: .* given"):
         logprobs_and_entropy(*problem(2, 3, 4), temperature, 4)
 
 
@@ -160,8 +160,8 @@ def kept_and_largest(function, hidden, weight):
     with LargestTensor() as largest:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             outputs = function(hidden, weight)
-        hidden_extras = [x for x in vars(outputs[0].grad_fn or object).values() if isinstance(x, torch.Tensor)]
-        assert not hidden_extras, "tensors kept where the hooks do not see them"
+        unseen = [x for x in getattr(outputs[0].grad_fn, "__dict__", {}).values() if isinstance(x, torch.Tensor)]
+        assert not unseen, "tensors kept where the hooks do not see them"
         torch.autograd.grad(scalar(*outputs), (hidden, weight))
     return sum(kept.values()), largest.elements
 

@@ -44,10 +44,11 @@ def test_clip_is_the_minimum_of_both_surrogates(seed):
     ratio = (logprobs - old).exp()
     expected = -torch.minimum(ratio * a, ratio.clamp(0.8, 1.28) * a)
     torch.testing.assert_close(got.loss, expected)
-    torch.testing.assert_close(gradient(got.loss, logprobs), gradient(expected, logprobs))
+    slope = gradient(expected, logprobs)
+    torch.testing.assert_close(gradient(got.loss, logprobs), slope)
     torch.testing.assert_close(got.ratio, ratio.detach())
     # Clipped are exactly the tokens without gradient.
-    assert torch.equal(got.clipped_low | got.clipped_high, gradient(expected, logprobs) == 0)
+    assert torch.equal(got.clipped_low | got.clipped_high, slope == 0)
 
 
 def test_clip_bounds_are_separate():
@@ -197,7 +198,7 @@ def _value(logprobs, other, advantages, mask):
 
 
 def _plain(logprobs, other, advantages, mask):
-    return logprobs * other * advantages
+    return logprobs
 
 
 @pytest.mark.parametrize("function", [_clip, _dis, _kl("k2"), _kl("k3"), _value, _plain])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_microbatches_keep_order_and_budget(step, budget):
     assert same([t for b in batches for t in b], step)
     assert all(b and (len(b) == 1 or sum(t.tokens for t in b) <= budget) for b in batches)
     # None is cut short: the next trajectory would not have fitted.
-    for b, following in zip(batches, batches[1:], strict=False):
+    for b, following in pairwise(batches):
         assert sum(t.tokens for t in b) + following[0].tokens > budget
 
 
