@@ -24,7 +24,11 @@ from rl.schedule import lr_factor
 from rl.summary import summarise
 from rl.team import Team, assemble, merged, per_trajectory
 from rl.telemetry import Telemetry
-from rl.trajectory import Trajectory, shard, with_arrays
+from rl.trajectory import Prompt, Trajectory, shard, with_arrays
+
+
+PROBE_PROMPT = 16
+"""Tokens of the prompt that every weight sync is proved on."""
 
 
 @dataclass
@@ -50,6 +54,7 @@ class Run:
     team: Team
     prompts: PromptSource
     score: rewards.Reward
+    probe: Prompt
     rng: np.random.Generator
     step: int = 0
     policy_updates: int = 0
@@ -157,11 +162,20 @@ def learning_rate(run: Run, optimizer: OptimizerConfig) -> float:
 
 
 def sync_weights(run: Run) -> dict[str, float]:
-    """Give every engine the policy's weights, and prove that they answer like the trainer."""
-    weights = run.team.policy.call("weights")[0]
-    probe = run.prompts.probe()
-    trainer = per_trajectory(run.team.policy, "logprobs", [probe]).get()[0]
-    return run.team.rollout.sync(weights, version=run.step + 1, probe=probe, expected=trainer)
+    """Give every engine the policy's weights, and prove on a probe that it now answers like the trainer.
+
+    The probe prompt is short: a sparse model then attends all of it, and no near-tie in a selection excuses a gap.
+    """
+    run.team.rollout.sync(run.team.policy.call("weights")[0], version=run.step + 1)
+    answers = run.team.rollout.probe(run.probe)
+    trainer = per_trajectory(run.team.policy, "logprobs", answers).get()
+    gap = max(float(np.abs(t.rollout_logprobs - q).max()) for t, q in zip(answers, trainer, strict=True))
+    if not gap <= run.config.rollout.probe_tolerance:
+        raise RuntimeError(
+            f"after the weight sync an engine's log-probabilities are {gap:.4f} nats from the trainer's, "
+            f"rollout.probe_tolerance is {run.config.rollout.probe_tolerance}"
+        )
+    return {"sync/probe_gap": gap}
 
 
 def evaluate(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
@@ -208,7 +222,10 @@ def train(config: Config) -> Path:
     telemetry = Telemetry.open(directory, config)
     cluster = Cluster(config)
     try:
-        run = Run(config, assemble(config, cluster), prompts, score, np.random.default_rng(config.run.seed))
+        first = prompts.held_out(1)[0]
+        probe = replace(first, ids=first.ids[:PROBE_PROMPT])
+        rng = np.random.default_rng(config.run.seed)
+        run = Run(config, assemble(config, cluster), prompts, score, probe, rng)
         loop(run, telemetry, directory)
         run.team.policy.call("export", str((directory / "policy").resolve()))
     finally:

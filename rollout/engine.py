@@ -1,0 +1,144 @@
+"""One Ray actor around one vLLM engine."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import ray
+
+from rl.config import Config
+from rl.trajectory import FinishReason
+
+ATTEMPTS = 3
+"""How often an aborted request is generated again before it is an error."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """One sample to generate."""
+
+    prompt_ids: list[int]
+    seed: int
+    temperature: float
+
+
+@dataclass(frozen=True)
+class Sample:
+    """What came of a request. `logprobs` are the sampled tokens' own, after temperature, over the full vocabulary."""
+
+    ids: np.ndarray
+    logprobs: np.ndarray
+    finish_reason: FinishReason
+    text: str
+
+
+def environment(config: Config) -> dict[str, str]:
+    """What vLLM reads before it is imported."""
+    env = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    if config.cluster.device == "cpu":
+        env |= {
+            "VLLM_CPU_KVCACHE_SPACE": str(config.rollout.kv_cache_gib),
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+            # The first call with log-probabilities would compile for 25 s.
+            "TORCHDYNAMO_DISABLE": "1",
+        }
+    return env
+
+
+@ray.remote
+class Engine:
+    """Generates, takes new weights in place, and knows which version it holds."""
+
+    def __init__(self, config: Config) -> None:
+        from vllm import LLM
+
+        r = config.rollout
+        self.config = config
+        self._version = 0
+        device: dict[str, Any] = {}
+        if config.cluster.device == "gpu":
+            device = {"gpu_memory_utilization": r.gpu_memory_utilization}
+        self.llm = LLM(
+            config.policy.path,
+            dtype=r.dtype,
+            seed=0,
+            max_model_len=r.max_model_len or config.prompts.max_prompt_tokens + r.max_response_tokens,
+            max_num_seqs=r.max_num_seqs,
+            max_num_batched_tokens=r.max_num_batched_tokens,
+            enable_chunked_prefill=True,
+            enable_prefix_caching=True,
+            enforce_eager=config.cluster.device == "cpu",
+            tensor_parallel_size=r.tensor_parallel_size,
+            logprobs_mode="processed_logprobs",
+            generation_config="vllm",  # a model's own top_p or penalties must not slip in
+            worker_extension_cls="rollout.vllm_plugin.worker.WorkerExtension",
+            disable_log_stats=True,
+            **device,
+        )
+
+    def node(self) -> str:
+        """Where this engine lives."""
+        return ray.util.get_node_ip_address()
+
+    def version(self) -> int:
+        """The weights' version; 0 is the model's folder."""
+        return self._version
+
+    def pid(self) -> int:
+        """The actor's process, for tests that kill it."""
+        return os.getpid()
+
+    def generate(self, requests: list[Request], max_tokens: int | None = None) -> list[Sample]:
+        """One sample per request, in their order."""
+        samples: list[Sample | None] = [None] * len(requests)
+        for _ in range(ATTEMPTS):
+            missing = [i for i, s in enumerate(samples) if s is None]
+            if not missing:
+                break
+            for i, sample in zip(missing, self._generate([requests[i] for i in missing], max_tokens), strict=True):
+                samples[i] = sample
+        done = [s for s in samples if s is not None]
+        if len(done) < len(requests):
+            raise RuntimeError(f"{len(requests) - len(done)} requests were aborted {ATTEMPTS} times")
+        return done
+
+    def _generate(self, requests: list[Request], max_tokens: int | None) -> list[Sample | None]:
+        from vllm import SamplingParams
+
+        r = self.config.rollout
+        parameters = [
+            SamplingParams(
+                temperature=q.temperature,
+                top_p=r.top_p,
+                top_k=r.top_k,
+                max_tokens=max_tokens or r.max_response_tokens,
+                seed=q.seed,
+                logprobs=0,
+            )
+            for q in requests
+        ]
+        prompts: Any = [{"prompt_token_ids": q.prompt_ids} for q in requests]
+        return [_sample(o.outputs[0]) for o in self.llm.generate(prompts, parameters, use_tqdm=False)]
+
+    def update_weights(self, weights: dict[str, Any], version: int) -> str:
+        """Load weights (names of the checkpoint) in place; returns the checksum of what vLLM's worker received.
+
+        Cached prompts belong to the old weights and are dropped. Names and shapes are the caller's to check.
+        """
+        (received, *_) = self.llm.collective_rpc("receive_weights", args=(list(weights.items()),))
+        self.llm.reset_prefix_cache()
+        self._version = version
+        return received
+
+
+def _sample(output: Any) -> Sample | None:
+    """None for an aborted request."""
+    if output.finish_reason not in ("stop", "length"):
+        return None
+    ids = np.array(output.token_ids, np.int32)
+    # vLLM may list better tokens beside the sampled one: take the sampled one's.
+    logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
+    return Sample(ids, np.array(logprobs, np.float32), output.finish_reason, output.text)
