@@ -144,7 +144,7 @@ def new_model() -> GlmMoeDsaForCausalLM:
         index_head_dim=32, index_n_heads=4, initializer_range=0.05, rms_norm_eps=1e-6,
         indexer_rope_interleave=True, topk_method="noaux_tc", scoring_func="sigmoid", bos_token_id=BOS,
         eos_token_id=EOS, pad_token_id=PAD, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **Schedule.from_pattern("FFSSSF").config_fields(),
+        **Schedule.from_freq(6, freq=4, offset=2).config_fields(),
     )  # fmt: skip
     model = GlmMoeDsaForCausalLM(config)
     # The grouped matmul is made for GPUs: on one CPU thread the loop over experts takes half its time.
@@ -352,8 +352,8 @@ def main() -> None:
     parser.add_argument("--copy-steps", type=int, default=3000)
     parser.add_argument("--grow-steps", type=int, default=3000)
     parser.add_argument("--styles-steps", type=int, default=200)
-    parser.add_argument("--indexer-steps", type=int, default=200)
-    parser.add_argument("--sparse-steps", type=int, default=300)
+    parser.add_argument("--indexer-steps", type=int, default=100)
+    parser.add_argument("--sparse-steps", type=int, default=250)
     parser.add_argument("--threads", type=int, default=1)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)

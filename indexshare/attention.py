@@ -92,9 +92,7 @@ class GatherAttention(torch.autograd.Function):
         return q_latent, rows, p, torch.bmm(p.to(q.dtype), rows[..., :rank])
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, latents: Tensor, up: Tensor, indices: Tensor, nope: int, scale: float
-    ) -> Tensor:
+    def forward(ctx: Any, q: Tensor, latents: Tensor, up: Tensor, indices: Tensor, nope: int, scale: float) -> Tensor:
         """q [tokens, heads, nope + rope], latents [tokens, rank + rope], up [heads, nope + v_dim, rank],
         indices [tokens, k] -> [tokens, heads, v_dim]."""
         up_k, up_v = up[:, :nope], up[:, nope:]
@@ -175,9 +173,7 @@ class IndexShareAttention(GlmMoeDsaAttention):
             q[..., nope:], compressed[..., rank:].unsqueeze(2), *position_embeddings, unsqueeze_dim=2
         )
         q = torch.cat([q[..., :nope], q_rot], -1)
-        selection = self._select(
-            hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices
-        )
+        selection = self._select(hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices)
         if selection.indices is not None:
             latents = torch.cat([kv, k_rot.squeeze(2)], -1)[0]
             up = self.kv_b_proj.weight.view(self.num_heads, -1, rank)
@@ -202,9 +198,7 @@ class IndexShareAttention(GlmMoeDsaAttention):
             return previous
         # The bounds need a look at seq_start's values (a wait for the device): once, by the first layer.
         bounds = previous.bounds if previous is not None else segment_bounds(seq_start, hidden.shape[1])
-        gather = (
-            prefers_gather(bounds, self.indexer.index_topk) if self.form == "auto" else self.form == "gather"
-        )
+        gather = prefers_gather(bounds, self.indexer.index_topk) if self.form == "auto" else self.form == "gather"
         return select(self.indexer, hidden.detach(), q_latent.detach(), rotary, bounds, gather)
 
 
@@ -215,9 +209,7 @@ def install(model: nn.Module, form: Form = "auto") -> nn.Module:
     """
     found = [m for m in model.modules() if isinstance(m, GlmMoeDsaAttention)]
     if not found:
-        raise ValueError(
-            f"model: {type(model).__name__} given, must be a {GlmMoeDsaPreTrainedModel.__name__}"
-        )
+        raise ValueError(f"model: {type(model).__name__} given, must be a {GlmMoeDsaPreTrainedModel.__name__}")
     for attention in found:
         attention.__class__ = IndexShareAttention
         attention.form = form  # type: ignore[assignment]

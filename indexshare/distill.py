@@ -35,18 +35,14 @@ class LayerInput:
 
 
 @torch.no_grad()
-def record(
-    model: GlmMoeDsaForCausalLM, ids: Tensor, positions: Tensor, seq_start: Tensor
-) -> list[LayerInput]:
+def record(model: GlmMoeDsaForCausalLM, ids: Tensor, positions: Tensor, seq_start: Tensor) -> list[LayerInput]:
     """Runs the backbone over a packed micro-batch ([tokens] each); keeps what every attention was given."""
     inputs: list[LayerInput] = []
 
     def keep(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         inputs.append(LayerInput(kwargs["hidden_states"].detach(), kwargs["position_embeddings"]))
 
-    hooks = [
-        layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers
-    ]
+    hooks = [layer.self_attn.register_forward_pre_hook(keep, with_kwargs=True) for layer in model.model.layers]
     try:
         model.model(
             input_ids=ids[None],

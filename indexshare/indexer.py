@@ -14,7 +14,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     apply_rotary_pos_emb_interleave,
 )
 
-from indexshare.selection import stable_topk, stable_topk_mask
+from indexshare.selection import stable_topk_by_position, stable_topk_mask
 
 QUERY_CHUNK = 128
 """Queries handled at once in the masked form; a chunk attends up to its own end, which skips most of what
@@ -131,15 +131,11 @@ def select(
             yield chunk, chunk_scores(q, k, weights, indexer.softmax_scale, chunk)
 
     if not gather:
-        return Selection(
-            bounds, chunks, tuple(_bias(~stable_topk_mask(s, k_best), dtype) for _, s in scores()), None
-        )
+        return Selection(bounds, chunks, tuple(_bias(~stable_topk_mask(s, k_best), dtype) for _, s in scores()), None)
     indices = torch.full((hidden.shape[1], min(k_best, longest)), -1, dtype=torch.int32, device=hidden.device)
     for chunk, s in scores():
-        best = stable_topk(s, k_best)
-        indices[chunk.begin : chunk.end, : best.shape[1]] = torch.where(
-            best < 0, best, best + chunk.start
-        ).int()
+        best = stable_topk_by_position(s, k_best)
+        indices[chunk.begin : chunk.end, : best.shape[1]] = torch.where(best < 0, best, best + chunk.start).int()
     return Selection(bounds, chunks, None, indices)
 
 

@@ -34,9 +34,7 @@ class Schedule:
             if kind not in LETTERS.values():
                 raise ValueError(f"schedule: layer {i} is {kind!r}, must be 'full' or 'shared'")
         if self.types[0] != "full":
-            raise ValueError(
-                "schedule: the first layer is Shared, but there is no selection before it to reuse"
-            )
+            raise ValueError("schedule: the first layer is Shared, but there is no selection before it to reuse")
 
     @classmethod
     def from_freq(cls, layers: int, freq: int, offset: int = DEFAULT_OFFSET) -> Schedule:
@@ -54,9 +52,7 @@ class Schedule:
         """One letter per layer, as in "FFSSSF"; `layers` is how many the model has."""
         for letter in pattern:
             if letter not in LETTERS:
-                raise ValueError(
-                    f"index_topk_pattern: {pattern!r} has {letter!r}, must be of 'F' and 'S' only"
-                )
+                raise ValueError(f"index_topk_pattern: {pattern!r} has {letter!r}, must be of 'F' and 'S' only")
         _check_length("index_topk_pattern", len(pattern), layers)
         return cls(tuple(LETTERS[letter] for letter in pattern))
 

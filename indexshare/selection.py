@@ -27,6 +27,15 @@ def stable_topk(scores: Tensor, k: int) -> Tensor:
     return indices[..., :k].masked_fill(values[..., :k] == float("-inf"), NONE)
 
 
+def stable_topk_by_position(scores: Tensor, k: int) -> Tensor:
+    """The same set as `stable_topk` in order of position, `NONE` last. Several times faster: needs no full sort."""
+    mask = stable_topk_mask(scores, k)
+    keys = scores.shape[-1]
+    positions = torch.arange(keys, dtype=torch.int32, device=scores.device)
+    first = torch.where(mask, positions, keys).topk(min(k, keys), dim=-1, largest=False, sorted=True).values
+    return first.masked_fill(first == keys, NONE).long()
+
+
 def stable_topk_mask(scores: Tensor, k: int) -> Tensor:
     """The same set as `stable_topk`, as bool [..., keys]: true where selected. Needs no full sort."""
     if k < 1:

@@ -12,7 +12,7 @@ from indexshare import distill
 from indexshare.attention import install
 from indexshare.indexer import prefers_gather
 from indexshare.schedule import Schedule
-from indexshare.selection import stable_topk, stable_topk_mask
+from indexshare.selection import stable_topk, stable_topk_by_position, stable_topk_mask
 
 
 # ------------------------------------------------------------------------------------------------ schedule
@@ -65,9 +65,7 @@ def test_write_replaces_another_spelling() -> None:
             "they must agree",
         ),
         (
-            lambda: Schedule.from_config(
-                {"num_hidden_layers": 2, "index_topk_pattern": "FS", "index_topk_freq": 1}
-            ),
+            lambda: Schedule.from_config({"num_hidden_layers": 2, "index_topk_pattern": "FS", "index_topk_freq": 1}),
             "they must agree",
         ),
         (
@@ -96,6 +94,9 @@ def test_selection_is_stable_and_both_forms_choose_the_same_keys(k: int) -> None
     scores[torch.rand(40, 7, generator=generator) < 0.4] = float("-inf")
     expected = [slow_topk(row, k) for row in scores.tolist()]
     assert stable_topk(scores, k).tolist() == expected
+    by_position = [sorted(set(row) - {-1}) for row in expected]
+    padded = [row + [-1] * (min(k, 7) - len(row)) for row in by_position]
+    assert stable_topk_by_position(scores, k).tolist() == padded
     chosen = [{i for i, on in enumerate(row) if on} for row in stable_topk_mask(scores, k).tolist()]
     assert chosen == [set(row) - {-1} for row in expected]
 
@@ -151,9 +152,7 @@ def finish(model: GlmMoeDsaForCausalLM, hidden: Tensor) -> tuple[Tensor, dict[st
     return logits.detach(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
 
 
-def assert_close(
-    got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], rtol: float
-) -> None:
+def assert_close(got: tuple[Tensor, dict[str, Tensor]], want: tuple[Tensor, dict[str, Tensor]], rtol: float) -> None:
     """Equal up to `rtol` of each tensor's norm."""
     assert got[1].keys() == want[1].keys()
     for name, a, b in [("logits", got[0], want[0]), *((n, got[1][n], want[1][n]) for n in want[1])]:
@@ -214,9 +213,7 @@ def test_packed_equals_separate(form: str) -> None:
             attention_mask={"indexed_attention": torch.zeros(n, dtype=torch.long)},
             use_cache=False,
         ).last_hidden_state[0]
-        assert torch.allclose(
-            model.lm_head(hidden), together[part], rtol=0, atol=1e-6
-        )  # routers compute in float32
+        assert torch.allclose(model.lm_head(hidden), together[part], rtol=0, atol=1e-6)  # routers compute in float32
         at += n
     assert gradients.keys() >= {"model.layers.3.self_attn.kv_b_proj.weight"}
 
