@@ -164,7 +164,7 @@ def _rewards_of_actions(
 
 def _discounted_sums(x: Float[Array, " actions"], factor: float) -> Float[Array, " actions"]:
     """y[t] = x[t] + factor * y[t+1]: a first-order filter run backwards."""
-    return lfilter([1.0], [1.0, -factor], x[::-1])[::-1] if len(x) else x
+    return lfilter([1.0], [1.0, -factor], x[::-1])[::-1]
 
 
 def _on_tokens(x: Float[Array, " actions"], action_mask: Bool[Array, " response"]) -> Float[Array, " response"]:

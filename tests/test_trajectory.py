@@ -115,6 +115,11 @@ def test_shards_lose_nothing_and_are_even(step, ranks):
     assert all(same(a, b) for a, b in zip(shards, shard(step, ranks), strict=True))
 
 
+def test_the_longest_are_placed_first():
+    step = [trajectory([1], [2] * (n - 1)) for n in (1, 1, 1, 3)]
+    assert [[t.tokens for t in s] for s in shard(step, 2)] == [[3], [1, 1, 1]]
+
+
 @given(steps())
 def test_with_arrays_pairs_in_order(step):
     arrays = [np.full(len(t.response_ids), i, np.float32) for i, t in enumerate(step)]
