@@ -15,7 +15,7 @@ from rl.backbone import hidden_states, load_causal_lm
 from rl.config import PolicyConfig
 from rl.trajectory import Batch
 
-CHUNK = 1024
+CHUNK = 256
 """Rows of logits alive at once."""
 
 

@@ -47,9 +47,8 @@ def token_rewards(t: Trajectory, a: AlgorithmConfig) -> np.ndarray:
     if a.kl.where == "reward":
         assert t.old_logprobs is not None
         assert t.reference_logprobs is not None
-        rewards = rewards - a.kl.coefficient * np.where(
-            t.action_mask, adv.kl_tokens(t.old_logprobs, t.reference_logprobs, a.kl.estimator), 0.0
-        )
+        kl = adv.kl_tokens(t.old_logprobs, t.reference_logprobs, a.kl.estimator)
+        rewards = rewards + adv.per_token_kl_rewards(kl, t.action_mask, a.kl.coefficient)
     return rewards
 
 
@@ -83,7 +82,8 @@ def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> T
 
 
 def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
-    scores = np.array([adv.total_reward(token_rewards(t, a)) for t in trajectories])
+    # An empty response has no token to carry its score, and is scored all the same.
+    scores = np.array([adv.total_reward(token_rewards(t, a)) if t.actions else t.score for t in trajectories])
     groups = np.array([t.prompt_index for t in trajectories])
     per_trajectory, flat = adv.group_advantages(scores, groups, normalize_std=a.normalize_std)
     out = [

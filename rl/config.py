@@ -6,6 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 
+class ConfigError(ValueError):
+    """The user's configuration is wrong. One line: which key, what was given, what is allowed."""
+
+
 @dataclass
 class RunConfig:
     """Which run this is and how long it goes on."""

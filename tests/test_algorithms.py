@@ -70,6 +70,13 @@ def test_worked_value_11_grpo_group():
     assert result.metrics["grpo/zero_variance_groups"] == 1
 
 
+def test_an_empty_response_keeps_its_score_in_its_group():
+    batch = [trajectory(0, i, n, score=1.0) for i, n in enumerate([3, 0, 2])]
+    result = targets(batch, AlgorithmConfig(name="grpo", whiten=False))
+    assert all((t.advantages == 0).all() for t in result.trajectories)
+    assert result.metrics["grpo/zero_variance_groups"] == 1
+
+
 def test_whitening_is_over_the_step_and_policy_and_critic_have_their_own_lambda():
     batch = [
         trajectory(0, 0, 4, score=1.0, values=np.array([0.2, 0.1, 0.5, 0.3, 9.0], np.float32)),
