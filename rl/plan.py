@@ -29,3 +29,23 @@ def roles(config: Config) -> list[Role]:
     if config.algorithm.name != "grpo":
         found.append(Role("critic", config.critic.deepspeed.ranks, cpus, gpu))
     return found
+
+
+def plan(config: Config) -> str:
+    """A step's sizes and the actors, as start-up prints them."""
+    s, r = config.step, config.rollout
+    trajectories = s.prompts_per_step * s.samples_per_prompt
+    per_update = trajectories // s.optimizer_steps
+    longest = config.prompts.max_prompt_tokens + r.max_response_tokens
+    # No two neighbouring micro-batches fit into one, so twice the tokens is a bound; a trajectory each is another.
+    micro = min(per_update, max(1, -(-2 * per_update * longest // s.tokens_per_microbatch)))
+    lines = [
+        f"run        {config.run.name}, seed {config.run.seed}, {config.run.steps} steps of {config.algorithm.name}",
+        f"step       {s.prompts_per_step} prompts x {s.samples_per_prompt} samples = {trajectories} trajectories",
+        f"learn      {s.epochs} epoch(s) x {s.optimizer_steps} optimizer step(s) of {per_update} trajectories,"
+        f" each at most {micro} micro-batch(es) of {s.tokens_per_microbatch} tokens",
+    ]
+    for role in roles(config):
+        gpus = f", {role.gpus:g} GPU" if role.gpus else ""
+        lines.append(f"{role.name:<10} {role.count} actor(s), each {role.cpus:g} CPU{gpus}")
+    return "\n".join(lines)

@@ -26,7 +26,6 @@ from rl.team import Team, assemble, merged, per_trajectory
 from rl.telemetry import Telemetry
 from rl.trajectory import Prompt, Trajectory, shard, with_arrays
 
-
 PROBE_PROMPT = 16
 """Tokens of the prompt that every weight sync is proved on."""
 
@@ -214,9 +213,14 @@ def restore(run: Run, path: Path) -> None:
     run.policy_updates, run.critic_updates = state.policy_updates, state.critic_updates
 
 
+def run_directory(config: Config) -> Path:
+    """Where a run leaves everything."""
+    return Path(config.run.out) / f"{config.run.name}-seed{config.run.seed}"
+
+
 def train(config: Config) -> Path:
     """Run the experiment; returns its directory. Raises ConfigError, ClusterTooSmall, WorkerFailure, RewardError."""
-    directory = Path(config.run.out) / f"{config.run.name}-seed{config.run.seed}"
+    directory = run_directory(config)
     prompts = PromptSource.open(config)  # before anything starts: a bad prompt file is the user's to mend
     score = rewards.resolve(config.reward.function)
     telemetry = Telemetry.open(directory, config)

@@ -1,0 +1,187 @@
+"""From a YAML file and dotted overrides to a checked `Config`. Imports neither torch nor vllm nor ray."""
+
+from __future__ import annotations
+
+import difflib
+import math
+import types
+import typing
+from collections.abc import Mapping, Sequence
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from rl.config import Config, ConfigError
+from rl.config_rules import check
+
+NULL_WORDS = ("none", "null", "~", "")
+TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
+
+
+def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
+    """The experiment in `path` (and in the files that it `extends`) with `key=value` overrides.
+
+    Relative paths inside are relative to the current directory; `extends` is relative to the file that says it.
+    Raises ConfigError: one line that names the key, what was given and what is allowed.
+    """
+    tree = _merge(_file(Path(path), ()), _overrides(overrides))
+    config = build(tree)
+    check(config)
+    return config
+
+
+def build(tree: Mapping[str, Any]) -> Config:
+    """A `Config` from nested mappings, every key known and every value of its type; not yet checked for sense."""
+    return typing.cast(Config, _dataclass(Config, tree, ""))
+
+
+def to_yaml(config: Config) -> str:
+    """The resolved experiment; `load` of it gives the same `Config`."""
+    return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _file(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+    resolved = path.resolve()
+    if resolved in children:
+        chain = " -> ".join(p.name for p in (*children, resolved))
+        raise ConfigError(f"extends: {chain} is a circle, a file must not extend itself")
+    if not path.is_file():
+        where = f" (extended by {children[-1].name})" if children else ""
+        raise ConfigError(f"config file: {path} given{where}, there is no such file")
+    try:
+        loaded = OmegaConf.to_container(OmegaConf.load(path), resolve=True)
+    except (yaml.YAMLError, OmegaConfBaseException, OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"config file: {path} is not a readable YAML mapping: {_one_line(error)}") from error
+    if not isinstance(loaded, dict):
+        raise ConfigError(f"config file: {path} holds a {type(loaded).__name__}, must be a mapping of sections")
+    tree = {str(k): v for k, v in loaded.items()}
+    parent = tree.pop("extends", None)
+    if parent is None:
+        return tree
+    if not isinstance(parent, str):
+        raise ConfigError(f"extends: {parent!r} given in {path}, must be a file name")
+    return _merge(_file(path.parent / parent, (*children, resolved)), tree)
+
+
+def _overrides(overrides: Sequence[str]) -> dict[str, Any]:
+    for text in overrides:
+        if "=" not in text or text.startswith(("=", "-")):
+            raise ConfigError(f"override: {text!r} given, must be key=value, such as policy.optimizer.lr=1e-6")
+    try:
+        return typing.cast(
+            dict[str, Any], OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=True)
+        )
+    except (yaml.YAMLError, OmegaConfBaseException) as error:
+        raise ConfigError(f"override: {' '.join(overrides)}: {_one_line(error)}") from error
+
+
+def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    out = dict(parent)
+    for key, value in child.items():
+        both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
+        out[key] = _merge(out[key], value) if both else value
+    return out
+
+
+def _dataclass(kind: type, tree: Any, prefix: str) -> Any:
+    if not isinstance(tree, Mapping):
+        raise ConfigError(f"{prefix or 'config'}: {tree!r} given, must be a section with {_names(kind)}")
+    hints = typing.get_type_hints(kind)
+    for key in tree:
+        if key not in hints:
+            raise ConfigError(_unknown(kind, f"{prefix}.{key}" if prefix else str(key), str(key)))
+    return kind(**{key: _value(hints[key], value, f"{prefix}.{key}" if prefix else key) for key, value in tree.items()})
+
+
+def _unknown(kind: type, where: str, key: str) -> str:
+    """The nearest known name: of this section first, then of any."""
+    near = difflib.get_close_matches(key, [f.name for f in fields(kind)], 1)
+    prefix = where.rpartition(".")[0]
+    if near:
+        suggestion = f"{prefix}.{near[0]}" if prefix else near[0]
+    else:
+        known = {dotted.rpartition(".")[2]: dotted for dotted in dotted_keys(Config)}
+        close = difflib.get_close_matches(key, known, 1)
+        suggestion = known[close[0]] if close else ""
+    hint = f"did you mean {suggestion}?" if suggestion else f"allowed here: {_names(kind)}"
+    return f"{where}: unknown key, {hint}"
+
+
+def dotted_keys(kind: type, prefix: str = "") -> list[str]:
+    """Every leaf of the schema, such as `policy.optimizer.lr`."""
+    out: list[str] = []
+    for name, hint in typing.get_type_hints(kind).items():
+        dotted = f"{prefix}{name}"
+        out += dotted_keys(hint, f"{dotted}.") if is_dataclass(hint) else [dotted]
+    return out
+
+
+def _names(kind: type) -> str:
+    return ", ".join(f.name for f in fields(kind))
+
+
+def _value(hint: Any, value: Any, key: str) -> Any:
+    """`value` as the type `hint`; a number written as a string and a null written as a word are read as meant."""
+    if is_dataclass(hint):
+        return _dataclass(typing.cast(type, hint), value, key)
+    if typing.get_origin(hint) in (types.UnionType, typing.Union):
+        if value is None or (isinstance(value, str) and value.strip().lower() in NULL_WORDS):
+            return None
+        (hint,) = (h for h in typing.get_args(hint) if h is not type(None))
+    if typing.get_origin(hint) is list:
+        if not isinstance(value, list):
+            raise ConfigError(f"{key}: {value!r} given, must be a list")
+        return [_value(typing.get_args(hint)[0], v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if typing.get_origin(hint) is dict:
+        if not isinstance(value, Mapping):
+            raise ConfigError(f"{key}: {value!r} given, must be a mapping")
+        return dict(value)
+    return SCALARS[hint](value, key)
+
+
+def _number(value: Any, key: str, allowed: str) -> float:
+    try:
+        number = float(value) if not isinstance(value, bool) and value is not None else math.nan
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise ConfigError(f"{key}: {value!r} given, must be {allowed}")
+    return number
+
+
+def _float(value: Any, key: str) -> float:
+    return _number(value, key, "a finite number")
+
+
+def _int(value: Any, key: str) -> int:
+    number = _number(value, key, "a whole number")
+    if number != int(number):
+        raise ConfigError(f"{key}: {value!r} given, must be a whole number")
+    return int(number)
+
+
+def _bool(value: Any, key: str) -> bool:
+    word = str(value).strip().lower()
+    if word not in TRUE_WORDS + FALSE_WORDS:
+        raise ConfigError(f"{key}: {value!r} given, must be true or false")
+    return word in TRUE_WORDS
+
+
+def _str(value: Any, key: str) -> str:
+    if isinstance(value, str) and value.strip().lower() not in NULL_WORDS:
+        return value
+    # `lambda_policy: 0.95` is meant as written; other types are a slip.
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return str(value)
+    raise ConfigError(f"{key}: {value!r} given, must be a string")
+
+
+SCALARS: dict[Any, Any] = {float: _float, int: _int, bool: _bool, str: _str}
+
+
+def _one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
