@@ -54,7 +54,7 @@ def _convert(gguf: Path, out: Path) -> None:
     if hasattr(config, "quantization_config"):
         del config.quantization_config
     config.dtype = torch.bfloat16
-    model = type(quantized)(config).to(torch.bfloat16)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.load_state_dict({name: value.to(torch.bfloat16) for name, value in quantized.state_dict().items()})
     model.tie_weights()
     model.save_pretrained(out)
