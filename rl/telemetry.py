@@ -13,12 +13,12 @@ from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
-from omegaconf import OmegaConf
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from rl.config import Config, ConfigError
+from rl.config_load import to_yaml
 from rl.trajectory import Trajectory
 
 METRICS = "metrics.jsonl"
@@ -57,7 +57,7 @@ class Telemetry:
                 " must be another name or seed, or run.resume=true"
             )
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.structured(config)), encoding="utf-8")
+        (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
         telemetry = cls(directory, config)
         telemetry.history = [(record.pop("step"), record) for record in read_jsonl(directory / METRICS)]
         return telemetry
@@ -88,13 +88,15 @@ class Telemetry:
         A resumed run may repeat steps that its predecessor logged after the checkpoint: those are taken back, here and
         (by `purge_step`) in TensorBoard, so that every step has one value.
         """
-        known = len(self.history)
-        self.history = [(s, m) for s, m in self.history if s < step]
-        if len(self.history) < known:
-            _rewrite(self.directory / METRICS, ({"step": s, **m} for s, m in self.history))
-            _rewrite(self.directory / SAMPLES, (r for r in read_jsonl(self.directory / SAMPLES) if r["step"] < step))
-        self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=step if known else None)
-        if not known:
+        metrics, samples = self.directory / METRICS, self.directory / SAMPLES
+        resumed = metrics.exists()
+        if resumed:
+            self.history = [(s, m) for s, m in self.history if s < step]
+            # Written anew even if nothing goes: a kill may have cut the last line.
+            _rewrite(metrics, [{"step": s, **m} for s, m in self.history])
+            _rewrite(samples, [r for r in read_jsonl(samples) if r["step"] < step])
+        self._writer = SummaryWriter(str(self.directory / "tensorboard"), purge_step=step if resumed else None)
+        if not resumed:
             self._hyperparameters(self._writer)
         return self._writer
 
