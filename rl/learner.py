@@ -240,6 +240,10 @@ class LearnerWorker:
         """Where this actor lives."""
         return ray.util.get_node_ip_address()
 
+    def pid(self) -> int:
+        """This actor's process."""
+        return os.getpid()
+
     def address(self) -> tuple[str, int]:
         """Where rank 0 will gather the others."""
         return self.node(), free_port()

@@ -1,0 +1,166 @@
+"""The loop with all real parts, on a random tiny IndexShare policy: what a run leaves, resumes and refuses."""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import signal
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import rl.train
+from rl import checkpoint
+from rl.cluster import Cluster, ClusterTooSmall, WorkerFailure
+from rl.config import Config, ConfigError, EvalConfig, KLConfig
+from rl.train import train
+
+pytestmark = pytest.mark.usefixtures("ray_session")
+
+
+@pytest.fixture(scope="module")
+def base(tiny_policy_dir) -> Config:
+    """Two small steps of PPO on recall, with several optimizer steps and epochs."""
+    config = Config()
+    config.policy.path = str(tiny_policy_dir)
+    config.prompts.knobs = {"pairs": 10}
+    config.prompts.max_prompt_tokens = 128
+    config.rollout.max_response_tokens = 6
+    config.step.prompts_per_step, config.step.samples_per_prompt = 4, 2
+    config.step.optimizer_steps, config.step.epochs = 2, 2
+    config.eval = EvalConfig(prompts=4, every=2)
+    config.checkpoint.every = 1
+    config.run.steps = 2
+    config.reward.function = "tests.test_end_to_end:letters"
+    return config
+
+
+def letters(trajectories):
+    """Something that a random policy is sometimes paid for."""
+    return [float(np.mean(t.response_ids % 2)) for t in trajectories]
+
+
+def configured(base: Config, out, **fields) -> Config:
+    config = copy.deepcopy(base)
+    config.run.out = str(out)
+    for dotted, value in fields.items():
+        *parents, last = dotted.split("__")
+        target = config
+        for name in parents:
+            target = getattr(target, name)
+        assert hasattr(target, last)
+        setattr(target, last, value)
+    return config
+
+
+def scalars(run, tag):
+    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    events.Reload()
+    return {e.step: e.value for e in events.Scalars(tag)}
+
+
+@pytest.fixture(scope="module")
+def finished(base, tmp_path_factory):
+    config = configured(
+        base, tmp_path_factory.mktemp("runs"), algorithm__kl=KLConfig(where="loss", estimator="k2", coefficient=0.01)
+    )
+    return config, train(config)
+
+
+def test_a_run_leaves_everything_it_promises(finished):
+    config, run = finished
+    for tag in (
+        "reward/mean",
+        "eval/success",
+        "kl/old",
+        "kl/reference",
+        "policy/entropy",
+        "critic/explained_variance",
+        "mismatch/k3",
+        "rollout/truncated",
+        "time/step",
+    ):
+        assert scalars(run, tag), tag
+    assert set(scalars(run, "eval/success")) == {0, 2}
+    assert set(scalars(run, "reward/mean")) == {1, 2}
+    assert scalars(run, "mismatch/k3")[1] < 1e-6
+    assert scalars(run, "kl/reference")[1] == pytest.approx(0, abs=1e-5)  # nothing has moved yet
+    assert scalars(run, "kl/reference")[2] != pytest.approx(0, abs=1e-7)
+    assert scalars(run, "policy/updates")[2] == 4
+    assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-000001", "step-000002"]
+    assert "Held-out success" in (run / "report.md").read_text()
+    assert (run / "config.yaml").is_file()
+    samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
+    assert {s["kind"] for s in samples} == {"train", "eval"}
+
+
+def test_the_exported_policy_is_a_plain_folder_with_new_weights(finished):
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config, run = finished
+    trained = AutoModelForCausalLM.from_pretrained(run / "policy", dtype=torch.float32).state_dict()
+    initial = AutoModelForCausalLM.from_pretrained(config.policy.path, dtype=torch.float32).state_dict()
+    assert trained.keys() == initial.keys()
+    moved = {k for k in trained if not torch.equal(trained[k], initial[k])}
+    assert any("q_b_proj" in k for k in moved)
+    assert not any(".indexer." in k or k.endswith("mlp.gate.weight") for k in moved)
+    assert AutoTokenizer.from_pretrained(run / "policy")("ab")["input_ids"]
+
+
+def test_an_existing_run_is_refused(finished):
+    with pytest.raises(ConfigError, match="holds a run"):
+        train(finished[0])
+
+
+def test_resume_is_the_run_that_was_not_interrupted(base, finished, tmp_path):
+    """One step, then another process's worth of state from the checkpoint: the same second step."""
+    config, whole = finished
+    config = replace(config, run=replace(config.run, out=str(tmp_path), steps=1))
+    train(config)
+    run = train(replace(config, run=replace(config.run, steps=2, resume=True)))
+    for tag in ("reward/mean", "policy/loss", "critic/loss", "kl/old", "policy/grad_norm", "rollout/tokens"):
+        assert scalars(run, tag)[2] == pytest.approx(scalars(whole, tag)[2], rel=1e-4, abs=1e-7), tag
+
+
+def test_grpo_places_no_critic(base, tmp_path, monkeypatch):
+    placed = []
+    original = Cluster.options
+    monkeypatch.setattr(Cluster, "options", lambda self, role: placed.append(role) or original(self, role))
+    config = configured(base, tmp_path, algorithm__name="grpo", algorithm__whiten=False, run__steps=1)
+    run = train(config)
+    assert placed == ["rollout", "policy"]
+    assert "grpo/zero_variance_groups" in json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+
+
+def test_a_dead_actor_ends_the_run_with_its_name_and_loses_nothing(base, tmp_path, monkeypatch):
+    """The policy's process is killed in the second step."""
+    original = rl.train.train_step
+
+    def killer(run):
+        if run.step == 1:
+            import ray
+
+            os.kill(ray.get(run.team.policy.actors[0].pid.remote()), signal.SIGKILL)
+        return original(run)
+
+    monkeypatch.setattr(rl.train, "train_step", killer)
+    config = configured(base, tmp_path)
+    with pytest.raises(WorkerFailure, match=r"policy\[0\] \(role policy, node .*\) failed: .*(died|dead)"):
+        train(config)
+    run = rl.train.run_directory(config)
+    assert [p.name for p in checkpoint.complete(run / "checkpoints")] == ["step-000001"]
+    assert set(scalars(run, "reward/mean")) == {1}
+    assert (run / "report.md").is_file()
+
+
+@pytest.mark.parametrize(("field", "value", "resource"), [("worker_cpus", 100.0, "CPU"), ("device", "gpu", "GPU")])
+def test_too_small_a_cluster_says_wanted_and_available(base, tmp_path, field, value, resource):
+    config = configured(base, tmp_path, **{f"cluster__{field}": value})
+    with pytest.raises(ClusterTooSmall, match=rf"wants [\d.]+ {resource}.*the cluster has"):
+        Cluster(config)
+
+
