@@ -38,7 +38,9 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code. 2: the user's mistake, 1: something failed while running."""
-    args = parser().parse_args(argv)
+    words = sys.argv[1:] if argv is None else argv
+    # argparse takes no overrides after a flag, so the flag goes last, wherever it was written.
+    args = parser().parse_args(sorted(words, key="--dry-run".__eq__))
     try:
         if args.command == "train":
             return _train(load(args.config, args.overrides), args.dry_run)

@@ -16,7 +16,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from rl.config import Config, ConfigError
-from rl.config_rules import check
+from rl.config_rules import CHOICES, check
 
 NULL_WORDS = ("none", "null", "~", "")
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
@@ -99,6 +99,8 @@ def _dataclass(kind: type, tree: Any, prefix: str) -> Any:
 
 def _unknown(kind: type, where: str, key: str) -> str:
     """The nearest known name: of this section first, then of any."""
+    if "." in key and where in dotted_keys(Config):
+        return f"{where}: given as one key in YAML, must be nested (dotted keys are for the command line)"
     near = difflib.get_close_matches(key, [f.name for f in fields(kind)], 1)
     prefix = where.rpartition(".")[0]
     if near:
@@ -139,8 +141,29 @@ def _value(hint: Any, value: Any, key: str) -> Any:
     if typing.get_origin(hint) is dict:
         if not isinstance(value, Mapping):
             raise ConfigError(f"{key}: {value!r} given, must be a mapping")
-        return dict(value)
+        return {str(k): _untyped(v, f"{key}.{k}") for k, v in value.items()}
     return SCALARS[hint](value, key)
+
+
+def _untyped(value: Any, key: str) -> Any:
+    """A task's argument, whose type the task knows: numbers and nulls written as words are read as meant."""
+    if isinstance(value, Mapping):
+        return {str(k): _untyped(v, f"{key}.{k}") for k, v in value.items()}
+    if isinstance(value, list):
+        return [_untyped(v, f"{key}[{i}]") for i, v in enumerate(value)]
+    if isinstance(value, str) and value.strip().lower() in NULL_WORDS:
+        return None
+    if isinstance(value, str):
+        try:
+            value = int(value)
+        except ValueError:
+            try:
+                value = float(value)
+            except ValueError:
+                return value
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ConfigError(f"{key}: {value!r} given, must be a finite number")
+    return value
 
 
 def _number(value: Any, key: str, allowed: str) -> float:
@@ -172,7 +195,10 @@ def _bool(value: Any, key: str) -> bool:
 
 
 def _str(value: Any, key: str) -> str:
-    if isinstance(value, str) and value.strip().lower() not in NULL_WORDS:
+    is_null = value is None or (isinstance(value, str) and value.strip().lower() in NULL_WORDS)
+    if is_null and "none" in CHOICES.get(key, ()):
+        return "none"
+    if isinstance(value, str) and not is_null and value != "???":  # OmegaConf's word for a missing value
         return value
     # `lambda_policy: 0.95` is meant as written; other types are a slip.
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -184,4 +210,4 @@ SCALARS: dict[Any, Any] = {float: _float, int: _int, bool: _bool, str: _str}
 
 
 def _one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    return " ".join(str(error).partition("\n    full_key:")[0].split())

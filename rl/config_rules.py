@@ -35,11 +35,14 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "step.optimizer_steps": (1, 1e5),
     "step.epochs": (1, 1e4),
     "step.tokens_per_microbatch": (1, 1e9),
+    "prompts.seed": (0, 2**31),
     "prompts.max_prompt_tokens": (1, 1e8),
     "rollout.engines": (1, 1e4),
+    "rollout.temperature": (0, 100),
     "rollout.top_p": (1e-9, 1),
     "rollout.top_k": (0, 1e7),
     "rollout.max_response_tokens": (1, 1e8),
+    "rollout.max_model_len": (2, 1e8),
     "rollout.max_num_seqs": (1, 1e5),
     "rollout.max_num_batched_tokens": (1, 1e8),
     "rollout.kv_cache_gib": (1, 1e5),
@@ -128,7 +131,7 @@ def _learners(c: Config) -> list[tuple[str, DeepSpeedConfig]]:
     return [("policy", c.policy.deepspeed)] + ([("critic", c.critic.deepspeed)] if c.algorithm.name != "grpo" else [])
 
 
-def _precision(c: Config) -> None:
+def _optimizers(c: Config) -> None:
     for role, ds in _learners(c):
         if ds.dtype != "fp32" and ds.zero_stage == 0:
             raise wrong(f"{role}.deepspeed.zero_stage", 0, f"at least 1 with {ds.dtype}: stage 0 has another optimizer")
@@ -140,8 +143,8 @@ def _precision(c: Config) -> None:
 
 def _sampling(c: Config) -> None:
     r = c.rollout
-    if not 0 < r.temperature <= 100:
-        raise wrong("rollout.temperature", r.temperature, "above 0 (and at most 100): training needs sampling")
+    if r.temperature == 0:
+        raise wrong("rollout.temperature", r.temperature, "above 0: training needs sampling")
     if (r.top_p < 1 or r.top_k > 0) and not r.allow_truncated_sampling:
         raise ConfigError(
             f"rollout.top_p, rollout.top_k: {r.top_p}, {r.top_k} given, must be 1 and 0 (the engine would sample from "
@@ -154,6 +157,10 @@ def _sampling(c: Config) -> None:
     if r.max_model_len is not None and r.max_model_len <= r.max_response_tokens:
         raise wrong(
             "rollout.max_model_len", r.max_model_len, f"more than max_response_tokens = {r.max_response_tokens}"
+        )
+    if r.max_num_batched_tokens < r.max_num_seqs:  # vLLM refuses it, minutes later
+        raise wrong(
+            "rollout.max_num_batched_tokens", r.max_num_batched_tokens, f"at least max_num_seqs = {r.max_num_seqs}"
         )
 
 
@@ -191,8 +198,9 @@ def _paths(c: Config) -> None:
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
         if not Path(c.prompts.path).stat().st_size:
             raise wrong("prompts.path", c.prompts.path, "a file with at least one prompt, this one is empty")
-    if ":" not in c.reward.function:
-        raise wrong("reward.function", c.reward.function, "module:function")
+    module, _, function = c.reward.function.partition(":")
+    if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
+        raise wrong("reward.function", c.reward.function, "module:function, such as rl.rewards.exact:score")
 
 
-RULES: tuple[Callable[[Config], None], ...] = (_sizes, _precision, _sampling, _algorithm, _paths)
+RULES: tuple[Callable[[Config], None], ...] = (_sizes, _optimizers, _sampling, _algorithm, _paths)
