@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,8 @@ class Sample:
     logprobs: np.ndarray
     finish_reason: FinishReason
     text: str
+    cached_tokens: int
+    """Prompt tokens that came out of the prefix cache."""
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -53,31 +56,42 @@ class Engine:
     """Generates, takes new weights in place, and knows which version it holds."""
 
     def __init__(self, config: Config) -> None:
-        from vllm import LLM
-
-        r = config.rollout
         self.config = config
         self._version = 0
+
+    def load(self) -> None:
+        """Start vLLM. Apart from the constructor, so that a failure here still comes from an actor with a node.
+
+        Raises RuntimeError with the cause in one line.
+        """
+        from vllm import LLM
+
+        r, cluster = self.config.rollout, self.config.cluster
         device: dict[str, Any] = {}
-        if config.cluster.device == "gpu":
+        if cluster.device == "gpu":
             device = {"gpu_memory_utilization": r.gpu_memory_utilization}
-        self.llm = LLM(
-            config.policy.path,
-            dtype=r.dtype,
-            seed=0,
-            max_model_len=r.max_model_len or config.prompts.max_prompt_tokens + r.max_response_tokens,
-            max_num_seqs=r.max_num_seqs,
-            max_num_batched_tokens=r.max_num_batched_tokens,
-            enable_chunked_prefill=True,
-            enable_prefix_caching=True,
-            enforce_eager=config.cluster.device == "cpu",
-            tensor_parallel_size=r.tensor_parallel_size,
-            logprobs_mode="processed_logprobs",
-            generation_config="vllm",  # a model's own top_p or penalties must not slip in
-            worker_extension_cls="rollout.vllm_plugin.worker.WorkerExtension",
-            disable_log_stats=True,
-            **device,
-        )
+        try:
+            self.llm = LLM(
+                self.config.policy.path,
+                dtype=r.dtype,
+                seed=0,
+                max_model_len=r.max_model_len or self.config.prompts.max_prompt_tokens + r.max_response_tokens,
+                max_num_seqs=r.max_num_seqs,
+                max_num_batched_tokens=r.max_num_batched_tokens,
+                enable_chunked_prefill=True,
+                enable_prefix_caching=True,
+                enforce_eager=cluster.device == "cpu",
+                tensor_parallel_size=r.tensor_parallel_size,
+                logprobs_mode="processed_logprobs",
+                generation_config="vllm",  # a model's own top_p or penalties must not slip in
+                worker_extension_cls="rollout.vllm_plugin.worker.WorkerExtension",
+                disable_log_stats=True,
+                **device,
+            )
+        except Exception as error:  # vLLM's and pydantic's run over many lines
+            cause = " ".join(str(error).split())
+            raise RuntimeError(f"vLLM cannot start on {self.config.policy.path}: {cause}") from error
+        self.llm.collective_rpc("prepare")
 
     def node(self) -> str:
         """Where this engine lives."""
@@ -92,18 +106,8 @@ class Engine:
         return os.getpid()
 
     def generate(self, requests: list[Request], max_tokens: int | None = None) -> list[Sample]:
-        """One sample per request, in their order."""
-        samples: list[Sample | None] = [None] * len(requests)
-        for _ in range(ATTEMPTS):
-            missing = [i for i, s in enumerate(samples) if s is None]
-            if not missing:
-                break
-            for i, sample in zip(missing, self._generate([requests[i] for i in missing], max_tokens), strict=True):
-                samples[i] = sample
-        done = [s for s in samples if s is not None]
-        if len(done) < len(requests):
-            raise RuntimeError(f"{len(requests) - len(done)} requests were aborted {ATTEMPTS} times")
-        return done
+        """One sample per request, in their order. Raises RuntimeError for requests that keep being aborted."""
+        return complete(lambda missing: self._generate(missing, max_tokens), requests)
 
     def _generate(self, requests: list[Request], max_tokens: int | None) -> list[Sample | None]:
         from vllm import SamplingParams
@@ -121,24 +125,45 @@ class Engine:
             for q in requests
         ]
         prompts: Any = [{"prompt_token_ids": q.prompt_ids} for q in requests]
-        return [_sample(o.outputs[0]) for o in self.llm.generate(prompts, parameters, use_tqdm=False)]
+        return [sample_of(o) for o in self.llm.generate(prompts, parameters, use_tqdm=False)]
 
     def update_weights(self, weights: dict[str, Any], version: int) -> str:
         """Load weights (names of the checkpoint) in place; returns the checksum of what vLLM's worker received.
 
         Cached prompts belong to the old weights and are dropped. Names and shapes are the caller's to check.
         """
-        (received, *_) = self.llm.collective_rpc("receive_weights", args=(list(weights.items()),))
-        self.llm.reset_prefix_cache()
+        received = set(self.llm.collective_rpc("receive_weights", args=(list(weights.items()),)))
+        if not self.llm.reset_prefix_cache():
+            raise RuntimeError("prompts of the old weights are still in the prefix cache")
         self._version = version
-        return received
+        return " and ".join(sorted(received))  # one value, unless tensor-parallel ranks received different bytes
 
 
-def _sample(output: Any) -> Sample | None:
-    """None for an aborted request."""
+def complete(generate: Callable[[list[Request]], list[Sample | None]], requests: Sequence[Request]) -> list[Sample]:
+    """One sample per request, in their order; what `generate` aborted (None) it is asked for again."""
+    samples: dict[int, Sample] = {}
+    for _ in range(ATTEMPTS):
+        missing = [i for i in range(len(requests)) if i not in samples]
+        if not missing:
+            break
+        results = generate([requests[i] for i in missing])
+        samples |= {i: s for i, s in zip(missing, results, strict=True) if s is not None}
+    if len(samples) < len(requests):
+        raise RuntimeError(f"{len(requests) - len(samples)} of {len(requests)} requests were aborted {ATTEMPTS} times")
+    return [samples[i] for i in range(len(requests))]
+
+
+def sample_of(request_output: Any) -> Sample | None:
+    """What vLLM returned for a request; None where it was aborted."""
+    output = request_output.outputs[0]
     if output.finish_reason not in ("stop", "length"):
         return None
-    ids = np.array(output.token_ids, np.int32)
     # vLLM may list better tokens beside the sampled one: take the sampled one's.
     logprobs = [entry[token].logprob for entry, token in zip(output.logprobs, output.token_ids, strict=True)]
-    return Sample(ids, np.array(logprobs, np.float32), output.finish_reason, output.text)
+    return Sample(
+        ids=np.array(output.token_ids, np.int32),
+        logprobs=np.array(logprobs, np.float32),
+        finish_reason=output.finish_reason,
+        text=output.text,
+        cached_tokens=request_output.num_cached_tokens or 0,
+    )

@@ -45,6 +45,8 @@ class RolloutPool:
     engines: list[Any]
     names: list[str]
     shapes: dict[str, tuple[int, ...]]
+    starting: tuple[list[Any], list[Any]] = ([], [])
+    """References to every engine's node and to its loading."""
     version: int = 0
 
     @classmethod
@@ -55,12 +57,15 @@ class RolloutPool:
             env = o.get("runtime_env", {}).get("env_vars", {}) | environment(config)
             engines.append(Engine.options(**{**o, "runtime_env": {"env_vars": env}}).remote(config))
         names = [f"rollout[{i}] (role rollout)" for i in range(len(engines))]
-        return cls(config, engines, names, expected_shapes(config.policy.path))
+        starting = [e.node.remote() for e in engines], [e.load.remote() for e in engines]
+        return cls(config, engines, names, expected_shapes(config.policy.path), starting)
 
     def wait_ready(self) -> None:
         """Wait until every engine has loaded its model. Raises `WorkerFailure`."""
-        nodes = get([e.node.remote() for e in self.engines], self.names)
+        nodes, loading = self.starting
+        nodes = get(nodes, self.names)
         self.names = [f"rollout[{i}] (role rollout, node {n})" for i, n in enumerate(nodes)]
+        get(loading, self.names)
 
     def generate(
         self, prompts: Sequence[Prompt], samples: int, *, step: int, temperature: float | None = None
@@ -82,9 +87,7 @@ class RolloutPool:
         found: dict[tuple[int, int], Sample] = {}
         for share, results in zip(shares, get(refs, self.names), strict=True):
             found |= dict(zip([(i, s) for i in share for s in range(samples)], results, strict=True))
-        return [
-            self._trajectory(p, s, found[i, s]) for i, p in enumerate(prompts) for s in range(samples)
-        ]
+        return [self._trajectory(p, s, found[i, s]) for i, p in enumerate(prompts) for s in range(samples)]
 
     def _trajectory(self, prompt: Prompt, index: int, sample: Sample) -> Trajectory:
         return Trajectory(

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -13,17 +17,18 @@ import pytest
 import ray
 import torch
 from conftest import INDEX_TOPK, character_tokenizer
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from rl.cluster import WorkerFailure, worker_environment
+from rl.config import Config
 from rl.summary import summarise
 from rl.trajectory import Prompt, Trajectory
 from rollout.engine import Request, Sample, complete, sample_of
 from rollout.pool import RolloutPool, request_seed, split
-from rollout.weights import WeightMismatch, check_fit, checksum, expected_shapes
+from rollout.weights import WeightMismatch, checksum
 
 NEAR_TIE = 1e-5
 
@@ -64,7 +69,8 @@ def stable_selection() -> Iterator[list[Tensor]]:
         if scores.shape[-1] > k:
             kth, next_ = values[0, :, k - 1], values[0, :, k]
             # ReLU's exact zeros are ties on both sides alike: the stable order decides them, nothing is excused.
-            near.append((kth - next_ < NEAR_TIE) & ~((kth == 0) & (next_ == 0)) & (next_ != float("-inf")))
+            legal = next_ > torch.finfo(scores.dtype).min / 2  # transformers' mask is finite
+            near.append((kth - next_ < NEAR_TIE) & ~((kth == 0) & (next_ == 0)) & legal)
         return torch.return_types.topk((values[..., :k], indices[..., :k]))
 
     def forward(*args: object, **kwargs: object) -> Tensor:
@@ -81,15 +87,9 @@ def stable_selection() -> Iterator[list[Tensor]]:
         GlmMoeDsaIndexer.forward = stock_forward  # type: ignore[method-assign]
 
 
-def reference(path: str, weights: dict[str, Tensor] | None = None, **config: int):
+def reference(path: str, **config: int):
     """transformers' stock model, eager, float32; `config` overrides its fields."""
-    model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **config)
-    if weights is not None:
-        own = model.state_dict()
-        for name, value in weights.items():
-            if name in own:
-                own[name].copy_(value)
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation="eager", **config).eval()
 
 
 @torch.no_grad()
@@ -123,7 +123,6 @@ def test_logprobs_equal_transformers_on_prompts_far_longer_than_index_topk(engin
     batch = engine.generate(prompts(LENGTHS), 2, step=0)
     shared = engine.generate(prompts([300, 350, 400, 440], shared=200, seed=1), 2, step=1)
     cached = engine.generate(prompts(LENGTHS), 2, step=2)
-    assert {len(t.response_ids) for t in batch + shared + cached} & {32}
     path = engine.config.policy.path
     for some in (batch, shared, cached):
         gap, excused = gaps(reference(path), some)
@@ -153,10 +152,15 @@ def test_logprobs_are_those_under_the_temperature(engine: RolloutPool) -> None:
 
 
 # ------------------------------------------------------------------------------------------------ weights
-def assert_round_trip(pool: RolloutPool, check_b: Callable[[list[Trajectory], dict[str, Tensor]], None]) -> None:
-    """A -> B -> A gives A's outputs again, B's are B's own, and prompts are the same, so a stale cache would show."""
-    weights = load_file(os.path.join(pool.config.policy.path, "model.safetensors"))
+def assert_weights_round_trip(pool: RolloutPool, folder: Path) -> None:
+    """A -> B -> A: B's outputs are B's own, and A's come back to the bit.
+
+    All three answer the same prompts, so that a prompt cached under other weights would show.
+    """
+    weights = load_file(Path(pool.config.policy.path) / "model.safetensors")
     other = changed(weights)
+    shutil.copytree(pool.config.policy.path, folder)
+    save_file(other, folder / "model.safetensors", metadata={"format": "pt"})
     asked = prompts([40, 200, 300], seed=3)
     try:
         pool.sync(weights, 1)
@@ -169,28 +173,206 @@ def assert_round_trip(pool: RolloutPool, check_b: Callable[[list[Trajectory], di
     assert identical(a, again)
     assert [t.policy_version for t in (a[0], b[0], again[0])] == [1, 2, 3]
     assert ray.get(pool.engines[0].version.remote()) == 3
-    assert not identical(a, b)
-    check_b(b, other)
-
-
-def test_weights_a_b_a_with_experts(engine: RolloutPool) -> None:
-    names = expected_shapes(engine.config.policy.path)
-    assert any(".experts." in n for n in names)
-
-    def check(b: list[Trajectory], other: dict[str, Tensor]) -> None:
-        gap, excused = gaps(loaded(engine.config.policy.path, other), b)
+    for path, batch in ((pool.config.policy.path, a), (str(folder), b)):
+        gap, excused = gaps(reference(path), batch)
         assert excused < 0.05
         assert gap.max() < 1e-4
 
-    assert_round_trip(engine, check)
+
+def test_weight_updates_of_experts(engine: RolloutPool, tmp_path: Path) -> None:
+    assert any(".experts." in name for name in engine.shapes)
+    assert_weights_round_trip(engine, tmp_path / "other")
 
 
-def loaded(path: str, weights: dict[str, Tensor]):
-    """transformers' model of a folder with other weights in it."""
-    return AutoModelForCausalLM.from_pretrained(
-        None,
-        config=reference(path).config,
-        state_dict=dict(weights),
-        dtype=torch.float32,
-        attn_implementation="eager",
-    ).eval()
+def test_weight_updates_of_a_tied_head(tied: RolloutPool, tmp_path: Path) -> None:
+    assert "lm_head.weight" not in tied.shapes
+    assert_weights_round_trip(tied, tmp_path / "other")
+
+
+@pytest.fixture(scope="module")
+def tied(ray_session: None, tmp_path_factory: pytest.TempPathFactory, rollout_config: Config) -> Iterator[RolloutPool]:
+    """An engine with a random dense model whose head is its embedding."""
+    folder = tmp_path_factory.mktemp("tied") / "model"
+    torch.manual_seed(0)
+    model = LlamaConfig(
+        vocab_size=100, hidden_size=128, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, tie_word_embeddings=True, initializer_range=0.15, max_position_embeddings=1024,
+        bos_token_id=1, eos_token_id=2, pad_token_id=0,
+    )  # fmt: skip
+    LlamaForCausalLM(model).save_pretrained(folder)
+    character_tokenizer().save_pretrained(folder)
+    config = deepcopy(rollout_config)
+    config.policy.path = str(folder)
+    pool = start(config)
+    yield pool
+    for actor in pool.engines:
+        ray.kill(actor)
+
+
+def start(config: Config) -> RolloutPool:
+    """A pool of one engine."""
+    options = {"num_cpus": 0.5, "runtime_env": {"env_vars": worker_environment(config)}}
+    pool = RolloutPool.start(config, [options])
+    pool.wait_ready()
+    return pool
+
+
+def test_weights_that_do_not_fit_are_refused_and_the_engine_lives(engine: RolloutPool) -> None:
+    weights = load_file(Path(engine.config.policy.path) / "model.safetensors")
+    name = "model.layers.1.mlp.experts.0.up_proj.weight"
+    version, asked = engine.version, prompts([30], seed=4)
+    before = engine.generate(asked, 1, step=0)
+    wrong = {
+        "missing": {n: w for n, w in weights.items() if n != name},
+        "unknown": weights | {"model.layers.9.mlp.gate.weight": weights[name]},
+        "engine has": weights | {name: weights[name].T.contiguous()},
+    }
+    for message, case in wrong.items():
+        with pytest.raises(WeightMismatch, match=message):
+            engine.sync(case, version + 1)
+    assert engine.version == version
+    assert identical(before, engine.generate(asked, 1, step=0))
+
+
+def test_an_engine_that_received_other_bytes_is_found_out(engine: RolloutPool, monkeypatch: pytest.MonkeyPatch) -> None:
+    weights = load_file(Path(engine.config.policy.path) / "model.safetensors")
+    monkeypatch.setattr("rollout.pool.checksum", lambda named: "0" * 32)
+    with pytest.raises(RuntimeError, match=r"rollout\[0\].*received weights with checksum [0-9a-f]{32}, sent 0000"):
+        engine.sync(weights, 9)
+
+
+def test_checksum_sees_every_difference_but_order() -> None:
+    a = {"x": torch.arange(6.0).view(2, 3), "y": torch.ones(2, dtype=torch.bfloat16)}
+    strided = torch.arange(6.0).view(2, 3).T.contiguous().T
+    assert not strided.is_contiguous()
+    assert checksum(a.items()) == checksum(reversed(a.items())) == checksum({"x": strided, "y": a["y"]}.items())
+    others = [
+        {"z": a["x"], "y": a["y"]},
+        {"x": a["x"].view(3, 2), "y": a["y"]},
+        {"x": a["x"].view(torch.int32), "y": a["y"]},
+        {"x": a["x"] + torch.tensor([0, 0, 1e-6]), "y": a["y"]},
+        {"x": a["x"]},
+    ]
+    assert len({checksum(o.items()) for o in [a, *others]}) == 6
+
+
+# ------------------------------------------------------------------------------------------------ pool
+def test_order_seeds_and_number_of_engines(engine: RolloutPool, pair: RolloutPool) -> None:
+    asked = prompts([30, 200, 90, 30, 300], seed=5)
+    asked[3] = replace(asked[3], ids=asked[0].ids)  # the same text twice is two groups
+    one = engine.generate(asked, 3, step=4)
+    assert [(t.prompt_index, t.sample_index) for t in one] == [(p, s) for p in range(5) for s in range(3)]
+    assert all(np.array_equal(t.prompt_ids, asked[t.prompt_index].ids) for t in one)
+    two = pair.generate(asked, 3, step=4)
+    for x, y in zip(one, two, strict=True):
+        assert np.array_equal(x.response_ids, y.response_ids)
+        assert np.abs(x.rollout_logprobs - y.rollout_logprobs).max() < 1e-4
+    texts = {t.text for t in one}
+    assert len(texts) == len(one)
+    assert not texts & {t.text for t in engine.generate(asked, 3, step=5)}
+
+
+def test_a_sample_does_not_depend_on_how_its_prompt_was_cut(engine: RolloutPool) -> None:
+    """Alone, a prompt of 300 tokens comes in three chunks; cached, in one; vLLM draws a token after each."""
+    asked = prompts([300], seed=8)
+    cut = engine.generate(asked, 1, step=0)
+    cached = engine.generate(asked, 1, step=0)
+    assert np.array_equal(cut[0].response_ids, cached[0].response_ids)
+
+
+@pytest.fixture(scope="module")
+def pair(engine: RolloutPool) -> Iterator[RolloutPool]:
+    """The shared engine and a second one."""
+    second = start(engine.config)
+    names = [*engine.names, second.names[0].replace("[0]", "[1]")]
+    yield RolloutPool(engine.config, engine.engines + second.engines, names, engine.shapes)
+    for actor in second.engines:
+        ray.kill(actor)
+
+
+def test_request_seeds_differ_in_everything_that_is_asked() -> None:
+    asked = [(r, s, p, n) for r in (0, 1) for s in (-1, 0, 11) for p in (0, 1, 11) for n in (0, 1)]
+    seeds = {request_seed(*a) for a in asked}
+    assert len(seeds) == len(asked)
+    assert all(0 <= s < 2**63 for s in seeds)
+
+
+def test_prompts_are_shared_out_by_tokens() -> None:
+    shares = split(prompts([400, 100, 100, 100, 100, 20]), 2)
+    assert sorted(i for share in shares for i in share) == list(range(6))
+    assert {tuple(sorted(share)) for share in shares} == {(0, 5), (1, 2, 3, 4)}
+    assert split(prompts([9]), 2) == [[0], []]
+
+
+def test_fewer_prompts_than_engines(pair: RolloutPool) -> None:
+    assert len(pair.generate(prompts([20]), 2, step=0)) == 2
+
+
+def test_responses_cut_by_the_budget_are_truncated_not_ended(engine: RolloutPool) -> None:
+    """Worked value 13."""
+    batch = engine.generate(prompts([24] * 40, seed=6), 1, step=0)
+    stopped = [t for t in batch if t.finish_reason == "stop"]
+    cut = [t for t in batch if t.finish_reason == "length"]
+    assert len(stopped) >= 2
+    assert len(cut) >= 2
+    # The stop token is sampled and part of the response; none is forged where the budget ended it.
+    assert all(t.response_ids[-1] == 2 and 2 not in t.response_ids[:-1] for t in stopped)
+    assert all(2 not in t.response_ids and len(t.response_ids) == 32 for t in cut)
+    four = [replace(t, score=1.0) for t in (*stopped[:2], *cut[:2])]
+    assert summarise(four)["rollout/truncated"] == 0.5
+
+
+def output(reason: str, tokens: list[int], logprobs: list[dict[int, float]]) -> SimpleNamespace:
+    """A request's output as vLLM returns it."""
+    entries = [{t: SimpleNamespace(logprob=v) for t, v in entry.items()} for entry in logprobs]
+    completion = SimpleNamespace(finish_reason=reason, token_ids=tokens, logprobs=entries, text="")
+    return SimpleNamespace(outputs=[completion], num_cached_tokens=None)
+
+
+def test_the_sampled_tokens_logprob_is_stored() -> None:
+    """Worked value 6."""
+    sample = sample_of(output("stop", [880], [{512: -0.11, 880: -2.30}]))
+    assert sample is not None
+    assert sample.logprobs.dtype == np.float32
+    assert sample.logprobs.tolist() == pytest.approx([-2.30])
+
+
+def test_aborted_requests_are_generated_again_and_keep_their_place() -> None:
+    asked: list[list[int]] = []
+
+    def generate(requests: list[Request]) -> list[Sample | None]:
+        """Aborts the request with seed 1 at first, the one with seed 9 always."""
+        asked.append([q.seed for q in requests])
+        aborted = {9} | ({1} if len(asked) == 1 else set())
+        reasons = ["abort" if q.seed in aborted else "stop" for q in requests]
+        return [sample_of(output(r, [q.seed], [{q.seed: -1.0}])) for r, q in zip(reasons, requests, strict=True)]
+
+    def requests(*seeds: int) -> list[Request]:
+        return [Request([3], seed, 1.0) for seed in seeds]
+
+    assert [s.ids.tolist() for s in complete(generate, requests(0, 1, 2))] == [[0], [1], [2]]
+    assert asked == [[0, 1, 2], [1]]
+    with pytest.raises(RuntimeError, match="1 of 2 requests were aborted 3 times"):
+        complete(generate, requests(0, 9))
+
+
+# ------------------------------------------------------------------------------------------------ faults
+def test_a_dead_engine_is_one_error_with_actor_role_node_and_cause(pair: RolloutPool) -> None:
+    """Last of those that use `pair`: it takes the second engine."""
+    os.kill(ray.get(pair.engines[1].pid.remote()), signal.SIGKILL)
+    with pytest.raises(WorkerFailure) as error:
+        pair.generate(prompts([20, 20]), 1, step=0)
+    message = str(error.value)
+    assert "\n" not in message
+    for part in ("rollout[1]", "role rollout", f"node {ray.util.get_node_ip_address()}", "died"):
+        assert part in message
+
+
+def test_an_engine_that_cannot_start_says_why(ray_session: None, rollout_config: Config, tmp_path: Path) -> None:
+    config = deepcopy(rollout_config)
+    shutil.copytree(config.policy.path, tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "no_such_model"}')
+    config.policy.path = str(tmp_path / "model")
+    with pytest.raises(WorkerFailure, match=r"rollout\[0\] .*role rollout, node .*no_such_model") as error:
+        start(config)
+    assert "\n" not in str(error.value)
