@@ -347,7 +347,7 @@ def main() -> None:
     parser.add_argument("--questions", type=int, default=12, help="further questions per recall document")
     parser.add_argument("--good", type=float, default=0.9, help="accuracy at which recall gets more pairs")
     parser.add_argument(
-        "--styles", type=float, nargs=3, default=(0.4, 0.3, 0.3), help="plain, marked, capitals"
+        "--styles", type=float, nargs=3, default=(1, 1, 1), help="plain, marked, capitals"
     )
     parser.add_argument("--copy-steps", type=int, default=3000)
     parser.add_argument("--grow-steps", type=int, default=3000)
