@@ -29,6 +29,9 @@ WORDS = (
     "blanket", "whisper",
 )  # fmt: skip
 
+LEARNABLE = "at_most,no_comma,question"
+"""The kinds that SmolLM2-135M meets often enough, untrained, to learn from (`benchmarks/smollm2_zero_shot.py`)."""
+
 MIN_WORDS = 5
 """Fewer words are no answer, whatever constraint they meet; the prompt says so."""
 
@@ -88,9 +91,9 @@ CONSTRAINTS: dict[str, Constraint] = {
 }
 
 
-def instructions(rng: random.Random, kinds: str = "", constraints: int = 1) -> Example:
-    """A writing task under `constraints` different kinds, drawn from the comma-separated `kinds` (all by default)."""
-    pool = [k.strip() for k in kinds.split(",") if k.strip()] or list(CONSTRAINTS)
+def instructions(rng: random.Random, kinds: str = LEARNABLE, constraints: int = 1) -> Example:
+    """A writing task under `constraints` different kinds, drawn from the comma-separated `kinds`."""
+    pool = [k.strip() for k in kinds.split(",")]
     for kind in pool:
         if kind not in CONSTRAINTS:
             raise ValueError(f"kinds: {kind!r} given, must be of {', '.join(CONSTRAINTS)}")
@@ -105,7 +108,7 @@ def instructions(rng: random.Random, kinds: str = "", constraints: int = 1) -> E
 TASKS = {"instructions": instructions}
 
 
-def make(name: str, index: int, seed: int, kinds: str = "", constraints: int = 1) -> Example:
+def make(name: str, index: int, seed: int, kinds: str = LEARNABLE, constraints: int = 1) -> Example:
     """Example `index` of the stream under `seed`, the same anywhere, as `rl.tasks.make`."""
     return TASKS[name](random.Random(f"{name}/{seed}/{index}"), kinds, constraints)
 
