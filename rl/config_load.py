@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import math
+import os
 import types
 import typing
 from collections.abc import Mapping, Sequence
@@ -18,6 +19,8 @@ from omegaconf.errors import OmegaConfBaseException
 from rl.config import Config, ConfigError
 from rl.config_rules import CHOICES, check
 
+ROOT = Path(__file__).parents[1]
+"""The repository, where `configs/` and `examples/` lie."""
 NULL_WORDS = ("none", "null", "~", "")
 TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 
@@ -25,11 +28,15 @@ TRUE_WORDS, FALSE_WORDS = ("true", "yes", "on"), ("false", "no", "off")
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     """The experiment in `path` (and in the files that it `extends`) with `key=value` overrides.
 
-    Relative paths inside are relative to the current directory; `extends` is relative to the file that says it.
+    Relative paths of models and prompts are looked up in the current directory, then in the repository, and made
+    absolute, since actors may run elsewhere; `extends` is relative to the file that says it.
     Raises ConfigError: one line that names the key, what was given and what is allowed.
     """
     tree = _merge(_file(Path(path), ()), _overrides(overrides))
     config = build(tree)
+    for section in (config.policy, config.critic, config.prompts):
+        if section.path is not None:
+            section.path = _located(section.path)
     check(config)
     return config
 
@@ -42,6 +49,11 @@ def build(tree: Mapping[str, Any]) -> Config:
 def to_yaml(config: Config) -> str:
     """The resolved experiment; `load` of it gives the same `Config`."""
     return OmegaConf.to_yaml(OmegaConf.structured(config))
+
+
+def _located(path: str) -> str:
+    """The absolute path of what is there; as given, for the message, where nothing is."""
+    return next((str(p.absolute()) for p in (Path(path), ROOT / path) if os.path.exists(p)), path)
 
 
 def _file(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
@@ -118,7 +130,7 @@ def dotted_keys(kind: type, prefix: str = "") -> list[str]:
     out: list[str] = []
     for name, hint in typing.get_type_hints(kind).items():
         dotted = f"{prefix}{name}"
-        out += dotted_keys(hint, f"{dotted}.") if is_dataclass(hint) else [dotted]
+        out += dotted_keys(typing.cast(type, hint), f"{dotted}.") if is_dataclass(hint) else [dotted]
     return out
 
 

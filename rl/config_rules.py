@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -189,12 +190,14 @@ def _lambda(a: AlgorithmConfig) -> None:
 
 
 def _paths(c: Config) -> None:
+    if c.run.name == ".." or Path(c.run.name).name != c.run.name:
+        raise wrong("run.name", c.run.name, "a plain name, which names the run's folder in run.out")
     for key, path in (("policy.path", c.policy.path), ("critic.path", c.critic.path)):
-        if path is not None and not (Path(path) / "config.json").is_file():
+        if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
             hint = " (longppo fetch-smollm2 makes it)" if "smollm2" in path.lower() else ""
             raise wrong(key, path, f"a folder with a config.json{hint}")
     if c.prompts.source == "jsonl":
-        if c.prompts.path is None or not Path(c.prompts.path).is_file():
+        if c.prompts.path is None or not os.path.isfile(c.prompts.path):
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
         if not Path(c.prompts.path).stat().st_size:
             raise wrong("prompts.path", c.prompts.path, "a file with at least one prompt, this one is empty")

@@ -240,6 +240,26 @@ def test_the_experiments_of_this_repository_load(path: Path, model: Path) -> Non
     load(path, [f"policy.path={model}"])
 
 
+def test_paths_are_looked_up_here_then_in_the_repository_and_made_absolute(
+    monkeypatch: Any, tmp_path: Path, experiment: Path
+) -> None:
+    here, repository = tmp_path / "here", tmp_path / "repository"
+    for folder in (here / "both", repository / "both", repository / "one"):
+        folder.mkdir(parents=True)
+        (folder / "config.json").write_text("{}")
+    monkeypatch.setattr("rl.config_load.ROOT", repository)
+    monkeypatch.chdir(here)
+    assert load(experiment, ["policy.path=both"]).policy.path == str(here / "both")
+    assert load(experiment, ["policy.path=one"]).policy.path == str(repository / "one")
+    assert "policy.path: 'neither' given" in refusal(experiment, "policy.path=neither")
+    assert refusal(experiment, f"policy.path={'x' * 300}").startswith("policy.path: 'xxx")
+
+
+@pytest.mark.parametrize("name", ["a/b", "../a", "..", "/a", "a/"])
+def test_a_run_is_named_by_a_plain_name(experiment: Path, name: str) -> None:
+    assert refusal(experiment, f"run.name={name}").startswith(f"run.name: '{name}' given, must be a plain name")
+
+
 def test_an_empty_prompt_file_is_refused(tmp_path: Path, experiment: Path) -> None:
     empty = tmp_path / "prompts.jsonl"
     empty.touch()
@@ -324,6 +344,7 @@ def tree_of(values: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_written_is_what_is_read(monkeypatch: Any, tmp_path: Path, values: dict[str, Any]) -> None:
     # The rules are about sense; here every value of the right type must survive the file.
     monkeypatch.setattr("rl.config_load.check", lambda config: None)
+    monkeypatch.setattr("rl.config_load._located", lambda path: path)
     config = build(tree_of(values))
     for key, value in values.items():
         if not isinstance(value, str) or value in CHOICES.get(key, ()):
