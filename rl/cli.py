@@ -87,7 +87,7 @@ def _train(config: Config, dry_run: bool) -> int:
         log = run_directory(config) / "error.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
         return _say(error, FAILURE, f" (traceback: {log})")
-    print(f"done: {directory}\ncurves: tensorboard --logdir {directory}")
+    print(f"done: {directory}\ncurves: {Path(sys.executable).parent}/tensorboard --logdir {directory}")
     return 0
 
 

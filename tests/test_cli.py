@@ -107,7 +107,7 @@ def test_training_prints_the_plan_first_and_the_curves_command_last(experiment, 
     assert seen[0].run.seed == 7
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("run ")
-    assert f"--logdir {tmp_path}/there" in lines[-1]
+    assert lines[-1] == f"curves: {Path(sys.executable).parent}/tensorboard --logdir {tmp_path}/there"
 
 
 def test_a_dead_worker_is_one_line_and_exit_1_and_its_traceback_is_kept(experiment, training, tmp_path, capsys):
