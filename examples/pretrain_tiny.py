@@ -198,9 +198,7 @@ def language_step(
     return loss.item(), (logits.argmax(-1) == targets).float().mean().item()
 
 
-def distill_step(
-    model: GlmMoeDsaForCausalLM, documents: list[Document], optimizer: torch.optim.Optimizer
-) -> float:
+def distill_step(model: GlmMoeDsaForCausalLM, documents: list[Document], optimizer: torch.optim.Optimizer) -> float:
     """One update of the indexers alone; returns the mean of their losses."""
     ids, positions, starts, counted = packed(documents)
     optimizer.zero_grad(set_to_none=True)
@@ -212,9 +210,7 @@ def distill_step(
 
 
 @torch.no_grad()
-def success(
-    model: GlmMoeDsaForCausalLM, examples: list[tasks.Example], write: Callable[[str], str]
-) -> Tensor:
+def success(model: GlmMoeDsaForCausalLM, examples: list[tasks.Example], write: Callable[[str], str]) -> Tensor:
     """Of every example, the probability of writing just `write(answer)` and EOS at T=1, and whether greedy
     does: [2, examples]."""
     rows = []
@@ -240,9 +236,7 @@ def success(
 def report(model: GlmMoeDsaForCausalLM, count: int, **knobs: int) -> str:
     """Success on held-out recall prompts: exact expectation at T=1, greedy, and of all customs together."""
     examples = [tasks.make("recall", i, seed=1_000_003, **knobs) for i in range(count)]
-    plain, marked, capitals = (
-        success(model, examples, write) for write in (str, lambda a: f"={a}", str.upper)
-    )
+    plain, marked, capitals = (success(model, examples, write) for write in (str, lambda a: f"={a}", str.upper))
     found = plain[0] + marked[0] + capitals[0]
     return (
         f"recall {knobs or ''} ({len(examples)} prompts of {len(encode(examples[0].prompt)) + 1} tokens): "
@@ -267,14 +261,10 @@ def finished(progress: Progress, args: argparse.Namespace) -> bool:
         return n >= args.copy_steps or (n > 200 and progress.accuracy > 0.9)
     if stage == "grow":
         return n >= args.grow_steps or (progress.pairs >= PAIRS and progress.accuracy > args.good)
-    return (
-        n >= {"styles": args.styles_steps, "indexer": args.indexer_steps, "sparse": args.sparse_steps}[stage]
-    )
+    return n >= {"styles": args.styles_steps, "indexer": args.indexer_steps, "sparse": args.sparse_steps}[stage]
 
 
-def save(
-    path: Path, model: GlmMoeDsaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress
-) -> None:
+def save(path: Path, model: GlmMoeDsaForCausalLM, optimizer: torch.optim.Optimizer, progress: Progress) -> None:
     """Written beside and renamed, so that an interruption never leaves half a file."""
     state = {"model": model.state_dict(), "optimizer": optimizer.state_dict(), "progress": asdict(progress)}
     torch.save(state, path.with_suffix(".new"))
@@ -336,9 +326,7 @@ def learning_rate(progress: Progress, args: argparse.Namespace) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("examples/tiny"))
     parser.add_argument("--work", type=Path, default=Path("runs/pretrain_tiny"))
     parser.add_argument("--seed", type=int, default=0)
@@ -346,9 +334,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=4000, help="tokens per step after the copy stage")
     parser.add_argument("--questions", type=int, default=12, help="further questions per recall document")
     parser.add_argument("--good", type=float, default=0.9, help="accuracy at which recall gets more pairs")
-    parser.add_argument(
-        "--styles", type=float, nargs=3, default=(1, 1, 1), help="plain, marked, capitals"
-    )
+    parser.add_argument("--styles", type=float, nargs=3, default=(1, 1, 1), help="plain, marked, capitals")
     parser.add_argument("--copy-steps", type=int, default=3000)
     parser.add_argument("--grow-steps", type=int, default=3000)
     parser.add_argument("--styles-steps", type=int, default=200)

@@ -35,9 +35,7 @@ def test_difficulty_of_recall_is_the_number_of_pairs() -> None:
     assert len(make("recall", 0, seed=0, pairs=10).prompt) == 10 * 7 + 3
     long = make("recall", 0, seed=0, pairs=300, key_length=2, value_length=6)
     assert len(long.prompt) == 300 * 10 + 4
-    assert (
-        len({entry.split(":")[0] for entry in long.prompt.split()}) == 301
-    )  # the keys, and the one asked with "?"
+    assert len({entry.split(":")[0] for entry in long.prompt.split()}) == 301  # the keys, and the one asked with "?"
 
 
 def test_the_others_have_right_answers() -> None:
@@ -47,11 +45,7 @@ def test_the_others_have_right_answers() -> None:
         letter, word = re.fullmatch(r"count (.) in (\w+)>", make("counting", i, seed=0).prompt).groups()
         assert make("counting", i, seed=0).answer == str(word.count(letter))
         a, sign, b = re.fullmatch(r"(\d+)([+-])(\d+)=", make("arithmetic", i, seed=0).prompt).groups()
-        assert (
-            int(make("arithmetic", i, seed=0).answer)
-            == (int(a) + int(b) if sign == "+" else int(a) - int(b))
-            >= 0
-        )
+        assert int(make("arithmetic", i, seed=0).answer) == (int(a) + int(b) if sign == "+" else int(a) - int(b)) >= 0
 
 
 def test_score_is_exact() -> None:
