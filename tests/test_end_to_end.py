@@ -71,7 +71,7 @@ def finished(base, tmp_path_factory):
 
 
 def test_a_run_leaves_everything_it_promises(finished):
-    config, run = finished
+    _, run = finished
     for tag in (
         "reward/mean",
         "eval/success",
@@ -162,5 +162,3 @@ def test_too_small_a_cluster_says_wanted_and_available(base, tmp_path, field, va
     config = configured(base, tmp_path, **{f"cluster__{field}": value})
     with pytest.raises(ClusterTooSmall, match=rf"wants [\d.]+ {resource}.*the cluster has"):
         Cluster(config)
-
-
