@@ -80,7 +80,7 @@ class Engine:
                 max_num_batched_tokens=r.max_num_batched_tokens,
                 enable_chunked_prefill=True,
                 enable_prefix_caching=True,
-                enforce_eager=cluster.device == "cpu",
+                enforce_eager=cluster.device == "cpu" or self._needs_our_backend(),
                 tensor_parallel_size=r.tensor_parallel_size,
                 logprobs_mode="processed_logprobs",
                 generation_config="vllm",  # a model's own top_p or penalties must not slip in
@@ -92,6 +92,17 @@ class Engine:
             cause = " ".join(str(error).split())
             raise RuntimeError(f"vLLM cannot start on {self.config.policy.path}: {cause}") from error
         self.llm.collective_rpc("prepare")
+
+    def _needs_our_backend(self) -> bool:
+        """Our backend loops over requests on the host, which no CUDA graph can hold."""
+        import torch
+        from transformers import AutoConfig
+
+        from rollout.vllm_plugin.native import fits_native_kernels
+
+        model = AutoConfig.from_pretrained(self.config.policy.path)
+        dtype = getattr(torch, self.config.rollout.dtype)
+        return model.model_type == "glm_moe_dsa" and not fits_native_kernels(model, dtype)
 
     def node(self) -> str:
         """Where this engine lives."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 
 import torch
 
@@ -23,16 +25,33 @@ def checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
 
 
 def expected_shapes(path: str) -> dict[str, tuple[int, ...]]:
-    """Names and shapes of a Hugging Face folder's safetensors, from their headers."""
-    from pathlib import Path
+    """Names and shapes of a Hugging Face model's safetensors, from their headers.
 
+    `path` is a folder, or a model's name on the Hub. Layers beyond `num_hidden_layers` (a speculative head's) are left
+    out: neither transformers nor the engine loads them.
+    """
+    import json
+
+    from huggingface_hub import snapshot_download
     from safetensors import safe_open
 
+    folder = (
+        Path(path) if Path(path).is_dir() else Path(snapshot_download(path, allow_patterns=["*.json", "*.safetensors"]))
+    )
+    index = folder / "model.safetensors.index.json"
+    files = set(json.loads(index.read_text())["weight_map"].values()) if index.exists() else {"model.safetensors"}
+    layers = json.loads((folder / "config.json").read_text()).get("num_hidden_layers")
     shapes: dict[str, tuple[int, ...]] = {}
-    for file in sorted(Path(path).glob("*.safetensors")):
-        with safe_open(str(file), "pt") as f:
+    for file in sorted(files):
+        with safe_open(str(folder / file), "pt") as f:
             shapes |= {name: tuple(f.get_slice(name).get_shape()) for name in f.keys()}  # noqa: SIM118
-    return shapes
+    return {name: shape for name, shape in shapes.items() if layers is None or _layer(name) < layers}
+
+
+def _layer(name: str) -> int:
+    """The layer a weight belongs to; -1 for none."""
+    found = re.match(r"model\.layers\.(\d+)\.", name)
+    return int(found[1]) if found else -1
 
 
 def check_fit(weights: Mapping[str, torch.Tensor], expected: Mapping[str, tuple[int, ...]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import signal
@@ -19,7 +20,7 @@ import torch
 from conftest import INDEX_TOPK, character_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from rl.cluster import WorkerFailure, worker_environment
@@ -28,7 +29,8 @@ from rl.summary import summarise
 from rl.trajectory import Prompt, Trajectory
 from rollout.engine import Request, Sample, complete, sample_of
 from rollout.pool import RolloutPool, request_seed, split
-from rollout.weights import WeightMismatch, checksum
+from rollout.vllm_plugin.native import fits_native_kernels
+from rollout.weights import WeightMismatch, checksum, expected_shapes
 
 NEAR_TIE = 1e-5
 
@@ -151,6 +153,13 @@ def test_logprobs_are_those_under_the_temperature(engine: RolloutPool) -> None:
     assert gap.max() < 1e-4
 
 
+def test_which_models_take_vllms_gpu_kernels(tiny_policy_dir: Path) -> None:
+    """GLM-5.2's sizes in bfloat16, and nothing else."""
+    assert fits_native_kernels(GlmMoeDsaConfig(), torch.bfloat16)
+    assert not fits_native_kernels(GlmMoeDsaConfig(), torch.float32)
+    assert not fits_native_kernels(GlmMoeDsaConfig.from_pretrained(tiny_policy_dir), torch.bfloat16)
+
+
 # ------------------------------------------------------------------------------------------------ weights
 def assert_weights_round_trip(pool: RolloutPool, folder: Path) -> None:
     """A -> B -> A: B's outputs are B's own, and A's come back to the bit.
@@ -232,6 +241,19 @@ def test_weights_that_do_not_fit_are_refused_and_the_engine_lives(engine: Rollou
             engine.sync(case, version + 1)
     assert engine.version == version
     assert identical(before, engine.generate(asked, 1, step=0))
+
+
+def test_expected_names_come_from_all_shards_without_the_speculative_layer(tmp_path: Path) -> None:
+    first, second = (
+        {"model.layers.0.w": torch.ones(2, 3)},
+        {"model.layers.1.w": torch.ones(3), "lm_head.weight": torch.ones(4)},
+    )
+    for file, tensors in {"a.safetensors": first, "b.safetensors": second, "original.safetensors": first}.items():
+        save_file(tensors, tmp_path / file)
+    places = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": places}))
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 1}')
+    assert expected_shapes(str(tmp_path)) == {"model.layers.0.w": (2, 3), "lm_head.weight": (4,)}
 
 
 def test_an_engine_that_received_other_bytes_is_found_out(engine: RolloutPool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,16 @@ from typing import Any
 
 import torch
 from torch import nn
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.attention.mla_attention import MLAAttention
 from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
+from vllm.platforms import current_platform
 
-from indexshare.selection import stable_topk
+from indexshare.selection import stable_topk_by_position
 from rollout.vllm_plugin.backend import IndexerBackend, IndexShareBackend, IndexShareMetadata, write_rows
+from rollout.vllm_plugin.native import fits_native_kernels
 
 SCORE_ELEMENTS = 1 << 24
 """Bound on [queries, heads, keys] of one score matrix."""
@@ -55,26 +58,46 @@ class PlainIndexer(Indexer):
         return self.topk_indices_buffer
 
     def _select(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata) -> None:
-        cache, selected = self.k_cache.kv_cache, self.topk_indices_buffer
-        block = cache.shape[1]
-        write_rows(cache, m.slot_mapping, k[: m.num_actual_tokens])
-        selected[: m.num_actual_tokens] = -1
-        for r in range(m.num_reqs):
-            begin, end, n = m.query_start_loc[r], m.query_start_loc[r + 1], m.seq_lens[r]
-            if begin == end or n == 0:
-                continue
-            rows = cache[m.block_table[r, : -(-n // block)].long()]
-            keys = rows.reshape(-1, self.head_dim)[:n].float().t()
-            first = n - (end - begin)  # position of the request's first query of this step
-            step = max(1, SCORE_ELEMENTS // (n * self.n_head))
-            for a in range(begin, end, step):
-                b = min(a + step, end)
-                scores = (q[a:b].float().flatten(0, 1) @ keys).mul_(self.softmax_scale).relu_()
-                total = torch.einsum("th,thn->tn", weights[a:b], scores.view(b - a, self.n_head, n))
-                position = torch.arange(first + a - begin, first + b - begin, device=total.device)
-                later = torch.arange(n, device=total.device)[None] > position[:, None]
-                best = stable_topk(total.masked_fill_(later, float("-inf")), self.topk_tokens)
-                selected[a:b, : best.shape[1]] = best.to(selected.dtype)
+        write_rows(self.k_cache.kv_cache, m.slot_mapping, k[: m.num_actual_tokens])
+        self.topk_indices_buffer[: m.num_actual_tokens] = -1
+        starts, lengths = m.query_start_loc, m.seq_lens
+        queries = [starts[r + 1] - starts[r] for r in range(m.num_reqs)]
+        # Decoding requests have one query each: score many at once, their keys padded to the longest's.
+        single = [r for r, n in enumerate(queries) if n == 1]
+        longest = max((lengths[r] for r in single), default=1)
+        step = max(1, SCORE_ELEMENTS // (longest * (self.n_head + self.head_dim)))
+        for i in range(0, len(single), step):
+            requests = single[i : i + step]
+            rows = torch.tensor([[starts[r]] for r in requests], device=q.device)
+            positions = torch.tensor([[lengths[r] - 1] for r in requests], device=q.device)
+            self._choose(q, weights, m, requests, rows, positions)
+        for r in (r for r, n in enumerate(queries) if n > 1):
+            first = lengths[r] - queries[r]  # position of the request's first query of this step
+            step = max(1, SCORE_ELEMENTS // (lengths[r] * self.n_head))
+            for a in range(0, queries[r], step):
+                chunk = torch.arange(a, min(a + step, queries[r]), device=q.device)[None]
+                self._choose(q, weights, m, [r], starts[r] + chunk, first + chunk)
+
+    def _choose(
+        self,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        m: IndexShareMetadata,
+        requests: list[int],
+        rows: torch.Tensor,
+        positions: torch.Tensor,
+    ) -> None:
+        """Top-k of queries at `rows` of the step, at `positions` in their requests; both [requests, queries]."""
+        cache, n = self.k_cache.kv_cache, max(m.seq_lens[r] for r in requests)
+        blocks = m.block_table[requests, : -(-n // cache.shape[1])].long()
+        keys = cache[blocks].flatten(1, 2)[:, :n].float().transpose(1, 2)
+        scores = (q[rows].float().flatten(1, 2) @ keys).mul_(self.softmax_scale).relu_()
+        total = torch.einsum("rth,rthn->rtn", weights[rows], scores.unflatten(1, (-1, self.n_head)))
+        later = torch.arange(n, device=total.device) > positions[..., None]
+        best = stable_topk_by_position(total.masked_fill_(later, float("-inf")), self.topk_tokens)
+        self.topk_indices_buffer[rows.flatten(), : best.shape[-1]] = best.flatten(0, 1).to(
+            self.topk_indices_buffer.dtype
+        )
 
 
 class NativeRotary(nn.Module):
@@ -89,7 +112,10 @@ class NativeRotary(nn.Module):
 
 
 class IndexShareWrapper(MultiHeadLatentAttentionWrapper):
-    """The stock wrapper (its forward is inherited) around our indexer and backend; dense MLA stays stock."""
+    """The stock wrapper (its forward is inherited) around our indexer and backend.
+
+    Dense MLA stays stock, and so does what vLLM's GPU kernels fit.
+    """
 
     def __init__(
         self,
@@ -108,7 +134,9 @@ class IndexShareWrapper(MultiHeadLatentAttentionWrapper):
         skip_topk: bool = False,
         **rest: Any,
     ) -> None:
-        if not mla_modules.is_sparse:
+        model = get_current_vllm_config().model_config
+        native = current_platform.is_cuda() and fits_native_kernels(model.hf_config, model.dtype)
+        if native or not mla_modules.is_sparse:
             super().__init__(
                 hidden_size,
                 num_heads,
