@@ -23,7 +23,7 @@ HELD_OUT = 1_000_000_000
 PATIENCE = 1000
 """So many prompts of an endless task in a row may be too long before the task counts as having none that fits."""
 
-PROBE_TOKENS = 128
+PROBE_TOKENS = 16
 """Length of the probe, at most: long enough to touch every weight, short enough to cost nothing."""
 
 

@@ -26,9 +26,6 @@ from rl.team import Team, assemble, merged, per_trajectory
 from rl.telemetry import Telemetry
 from rl.trajectory import Prompt, Trajectory, shard, with_arrays
 
-PROBE_PROMPT = 16
-"""Tokens of the prompt that every weight sync is proved on."""
-
 
 @dataclass
 class Clock:
@@ -79,7 +76,8 @@ def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
     with clock("sync"):
         synced = sync_weights(run)
     run.tokens += sum(len(t.response_ids) for t in batch)
-    metrics = summarise(learned.trajectories) | learned.metrics | updates | synced | clock.seconds
+    counted = {"prompts/dropped": float(run.prompts.dropped)}
+    metrics = summarise(learned.trajectories) | learned.metrics | updates | synced | counted | clock.seconds
     return learned.trajectories, metrics
 
 
@@ -226,8 +224,7 @@ def train(config: Config) -> Path:
     telemetry = Telemetry.open(directory, config)
     cluster = Cluster(config)
     try:
-        first = prompts.held_out(1)[0]
-        probe = replace(first, ids=first.ids[:PROBE_PROMPT])
+        probe = prompts.probe()
         rng = np.random.default_rng(config.run.seed)
         run = Run(config, assemble(config, cluster), prompts, score, probe, rng)
         loop(run, telemetry, directory)
