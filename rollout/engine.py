@@ -67,13 +67,14 @@ class Engine:
         from vllm import LLM
 
         r, cluster = self.config.rollout, self.config.cluster
+        dtype: Any = r.dtype
         device: dict[str, Any] = {}
         if cluster.device == "gpu":
             device = {"gpu_memory_utilization": r.gpu_memory_utilization}
         try:
             self.llm = LLM(
                 self.config.policy.path,
-                dtype=r.dtype,
+                dtype=dtype,
                 seed=0,
                 max_model_len=r.max_model_len or self.config.prompts.max_prompt_tokens + r.max_response_tokens,
                 max_num_seqs=r.max_num_seqs,

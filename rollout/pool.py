@@ -52,10 +52,11 @@ class RolloutPool:
     @classmethod
     def start(cls, config: Config, options: Sequence[dict[str, Any]]) -> RolloutPool:
         """Start one engine per set of actor options; they load while the caller goes on."""
+        actor: Any = Engine
         engines = []
         for o in options:
             env = o.get("runtime_env", {}).get("env_vars", {}) | environment(config)
-            engines.append(Engine.options(**{**o, "runtime_env": {"env_vars": env}}).remote(config))
+            engines.append(actor.options(**{**o, "runtime_env": {"env_vars": env}}).remote(config))
         names = [f"rollout[{i}] (role rollout)" for i in range(len(engines))]
         starting = [e.node.remote() for e in engines], [e.load.remote() for e in engines]
         return cls(config, engines, names, expected_shapes(config.policy.path), starting)

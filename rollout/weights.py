@@ -20,7 +20,7 @@ def checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     for name, tensor in sorted(named, key=lambda item: item[0]):
         t = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
-        digest.update(t.flatten().view(torch.uint8).numpy())
+        digest.update(t.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 

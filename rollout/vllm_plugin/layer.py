@@ -24,15 +24,17 @@ SCORE_ELEMENTS = 1 << 24
 class IndexerCache(DeepseekV32IndexerCache):
     """Index keys in the model's own dtype."""
 
-    def get_attn_backend(self) -> type[IndexerBackend]:  # type: ignore[override]
+    def get_attn_backend(self) -> type[IndexerBackend]:
         return IndexerBackend
 
 
 class PlainIndexer(Indexer):
     """Parameters and weight names of vLLM's `Indexer`, computed in PyTorch."""
 
+    topk_indices_buffer: torch.Tensor
+
     @staticmethod
-    def adopt(indexer: Indexer) -> None:
+    def adopt(indexer: Any) -> None:
         """Turn a built indexer into this class: vLLM builds it where no plugin can reach."""
         indexer.__class__ = PlainIndexer
         indexer.k_cache.__class__ = IndexerCache
@@ -54,7 +56,9 @@ class PlainIndexer(Indexer):
         metadata = get_forward_context().attn_metadata
         if not isinstance(metadata, dict):
             return self.topk_indices_buffer  # vLLM's profiling run
-        self._select(q, k, weights, metadata[self.k_cache.prefix])
+        ours = metadata[self.k_cache.prefix]
+        assert isinstance(ours, IndexShareMetadata)
+        self._select(q, k, weights, ours)
         return self.topk_indices_buffer
 
     def _select(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata) -> None:
@@ -134,7 +138,7 @@ class IndexShareWrapper(MultiHeadLatentAttentionWrapper):
         skip_topk: bool = False,
         **rest: Any,
     ) -> None:
-        model = get_current_vllm_config().model_config
+        model: Any = get_current_vllm_config().model_config
         native = current_platform.is_cuda() and fits_native_kernels(model.hf_config, model.dtype)
         if native or not mla_modules.is_sparse:
             super().__init__(
@@ -183,7 +187,7 @@ class IndexShareWrapper(MultiHeadLatentAttentionWrapper):
             v_head_dim=v_head_dim,
             q_lora_rank=q_lora_rank,
             kv_lora_rank=kv_lora_rank,
-            kv_b_proj=self.kv_b_proj,
+            kv_b_proj=mla_modules.kv_b_proj,
             cache_config=cache_config,
             quant_config=quant_config,
             prefix=f"{prefix}.attn",

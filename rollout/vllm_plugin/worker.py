@@ -17,7 +17,8 @@ def repack(model: Any) -> None:
 
     for module in model.modules():
         if isinstance(module, RoutedExperts):
-            module.quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
+            quant_method: Any = module.quant_method
+            quant_method.moe_kernel.fused_experts.process_weights_after_loading(module)
         elif isinstance(module, ParallelLMHead):
             module.quant_method.process_weights_after_loading(module)
 
