@@ -12,7 +12,7 @@ import ray
 from ray.util.placement_group import PlacementGroup, placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from rl.config import Config
+from rl.config import Config, ConfigError
 from rl.plan import Role, roles
 
 
@@ -25,10 +25,11 @@ class ClusterTooSmall(RuntimeError):
 
 
 def _cause(error: BaseException) -> str:
-    """The last line of what went wrong, without Ray's wrapping."""
+    """What went wrong in one line, without Ray's wrapping."""
     inner = getattr(error, "cause", None) or error
-    lines = [line for line in str(inner).strip().splitlines() if line.strip()]
-    return f"{type(inner).__name__}: {lines[0].strip() if lines else 'no message'}"
+    lines = [line.strip() for line in str(inner).strip().splitlines() if line.strip()] or ["no message"]
+    # An actor that fails in its constructor is reported as dead, with its traceback in the message: the cause is last.
+    return f"{type(inner).__name__}: {lines[-1] if 'creation task' in lines[0] else lines[0]}"
 
 
 def get(refs: Any, who: str | Sequence[str]) -> Any:
@@ -89,12 +90,19 @@ class Cluster:
         self._owned = not ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-            ray.init(
-                address=config.cluster.address,
-                include_dashboard=False,
-                log_to_driver=False,
-                logging_level=logging.WARNING,
-            )
+            try:
+                ray.init(
+                    address=config.cluster.address,
+                    include_dashboard=False,
+                    log_to_driver=False,
+                    logging_level=logging.WARNING,
+                )
+            except (ConnectionError, ValueError) as error:
+                if config.cluster.address is None:
+                    raise
+                raise ConfigError(
+                    f"cluster.address: {config.cluster.address!r} given, must be the address of a running Ray cluster"
+                ) from error
         self._roles = {role.name: role for role in roles(config)}
         self._groups: dict[str, PlacementGroup] = {}
         self._env = worker_environment(config)
