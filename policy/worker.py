@@ -53,6 +53,7 @@ def policy_loss(
         {
             "policy/loss": per_token,
             "policy/entropy": entropy,
+            "policy/clip_fraction": (surrogate.clipped_low | surrogate.clipped_high).float(),
             "policy/clip_fraction_low": surrogate.clipped_low.float(),
             "policy/clip_fraction_high": surrogate.clipped_high.float(),
             "kl/old": losses.kl_estimate(old, logprobs, "k3"),

@@ -76,7 +76,7 @@ def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
     with clock("sync"):
         synced = sync_weights(run)
     run.tokens += sum(len(t.response_ids) for t in batch)
-    counted = {"prompts/dropped": float(run.prompts.dropped)}
+    counted = {"prompts/dropped": float(run.prompts.dropped)} | peak_memory(team)
     metrics = summarise(learned.trajectories) | learned.metrics | updates | synced | counted | clock.seconds
     return learned.trajectories, metrics
 
@@ -156,6 +156,11 @@ def factor_of(update: int, optimizer: OptimizerConfig, config: Config) -> float:
 def learning_rate(run: Run, optimizer: OptimizerConfig) -> float:
     """The policy's learning rate at its latest optimizer step."""
     return optimizer.lr * factor_of(max(run.policy_updates - 1, 0), optimizer, run.config)
+
+
+def peak_memory(team: Team) -> dict[str, float]:
+    """Largest resident memory so far of any rank of each learning role, in GiB."""
+    return {f"memory/{group.role}": max(group.call("peak_memory")) for group in team.learners}
 
 
 def sync_weights(run: Run) -> dict[str, float]:

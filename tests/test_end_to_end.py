@@ -81,6 +81,8 @@ def test_a_run_leaves_everything_it_promises(finished):
         "critic/explained_variance",
         "mismatch/k3",
         "rollout/truncated",
+        "policy/clip_fraction",
+        "memory/policy",
         "time/step",
     ):
         assert scalars(run, tag), tag
