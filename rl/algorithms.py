@@ -28,11 +28,12 @@ def needs_critic(config: Config) -> bool:
 def needs_old_logprobs(config: Config) -> bool:
     """One on-policy optimizer step is its own old policy, and DIS compares with the rollout.
 
-    A KL penalty in the reward is of the old policy too.
+    A KL penalty in the reward is of the old policy too. Under truncated sampling the engine's log-probabilities are of
+    another distribution, so that only the trainer's may enter a ratio or a KL.
     """
     a, s = config.algorithm, config.step
     several = s.epochs * s.optimizer_steps > 1
-    return (several and a.policy_loss != "dis") or a.kl.where == "reward"
+    return (several and a.policy_loss != "dis") or a.kl.where == "reward" or config.rollout.allow_truncated_sampling
 
 
 def targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:

@@ -27,8 +27,6 @@ class DriverState:
     critic_updates: int
     tokens: int
     """Tokens generated so far."""
-    seconds: float
-    """Time spent in steps so far."""
     rng: dict[str, Any]
     """State of the generator that shuffles a step's trajectories."""
 

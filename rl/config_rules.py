@@ -155,6 +155,12 @@ def _sampling(c: Config) -> None:
         raise wrong(
             "algorithm.policy_loss", "dis", "clip with rollout.allow_truncated_sampling: DIS uses its log-probs"
         )
+    if r.allow_truncated_sampling and c.algorithm.importance_cap is not None:
+        raise wrong(
+            "algorithm.importance_cap",
+            c.algorithm.importance_cap,
+            "null with rollout.allow_truncated_sampling: the correction uses the engine's log-probs",
+        )
     if r.max_model_len is not None and r.max_model_len <= r.max_response_tokens:
         raise wrong(
             "rollout.max_model_len", r.max_model_len, f"more than max_response_tokens = {r.max_response_tokens}"

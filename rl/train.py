@@ -56,7 +56,6 @@ class Run:
     policy_updates: int = 0
     critic_updates: int = 0
     tokens: int = 0
-    seconds: float = 0.0
 
 
 def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
@@ -201,7 +200,6 @@ def save(run: Run, root: Path) -> None:
         policy_updates=run.policy_updates,
         critic_updates=run.critic_updates,
         tokens=run.tokens,
-        seconds=run.seconds,
         rng=dict(run.rng.bit_generator.state),
     )
     checkpoint.save(root, state, run.team.learners, run.config.checkpoint.keep)
@@ -212,7 +210,7 @@ def restore(run: Run, path: Path) -> None:
     state = checkpoint.load(path, run.team.learners)
     run.prompts.load_state(state.prompts)
     run.rng.bit_generator.state = state.rng
-    run.step, run.tokens, run.seconds = state.step, state.tokens, state.seconds
+    run.step, run.tokens = state.step, state.tokens
     run.policy_updates, run.critic_updates = state.policy_updates, state.critic_updates
 
 
@@ -255,7 +253,6 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         run.step += 1
         last = run.step == config.run.steps
         elapsed = time.perf_counter() - start
-        run.seconds += elapsed
         generated = sum(len(t.response_ids) for t in batch)
         telemetry.log(
             run.step,

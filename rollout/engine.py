@@ -24,6 +24,8 @@ class Request:
     prompt_ids: list[int]
     seed: int
     temperature: float
+    full_distribution: bool = False
+    """Sample from all tokens even where the run truncates (top_p, top_k)."""
 
 
 @dataclass(frozen=True)
@@ -128,8 +130,8 @@ class Engine:
         parameters = [
             SamplingParams(
                 temperature=q.temperature,
-                top_p=r.top_p,
-                top_k=r.top_k,
+                top_p=1.0 if q.full_distribution else r.top_p,
+                top_k=0 if q.full_distribution else r.top_k,
                 max_tokens=max_tokens or r.max_response_tokens,
                 seed=q.seed,
                 logprobs=0,

@@ -122,6 +122,6 @@ class RolloutPool:
 
     def probe(self, prompt: Prompt) -> list[Trajectory]:
         """A few tokens from every engine on the same prompt, to hold its log-probabilities to the trainer's."""
-        request = Request(prompt.ids.tolist(), 0, self.config.rollout.temperature)
+        request = Request(prompt.ids.tolist(), 0, self.config.rollout.temperature, full_distribution=True)
         results = get([e.generate.remote([request], PROBE_TOKENS) for e in self.engines], self.names)
         return [self._trajectory(prompt, i, samples[0]) for i, samples in enumerate(results)]

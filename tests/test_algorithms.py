@@ -106,6 +106,9 @@ def test_passes_that_the_algorithm_does_not_need():
     config.step.optimizer_steps = config.step.epochs = 1
     assert needs_critic(config)
     assert not needs_old_logprobs(config)
+    config.rollout.allow_truncated_sampling = True
+    assert needs_old_logprobs(config)  # the engine's log-probabilities are of another distribution
+    config.rollout.allow_truncated_sampling = False
     config.step.epochs = 2
     assert needs_old_logprobs(config)
     config.algorithm.policy_loss = "dis"

@@ -133,6 +133,8 @@ def test_grpo_places_no_critic(base, tmp_path, monkeypatch):
     original = Cluster.options
     monkeypatch.setattr(Cluster, "options", lambda self, role: placed.append(role) or original(self, role))
     config = configured(base, tmp_path, algorithm__name="grpo", algorithm__whiten=False, run__steps=1)
+    # Truncated sampling on the way: the probe after a sync must not be truncated, or no run could start.
+    config.rollout.top_p, config.rollout.allow_truncated_sampling = 0.5, True
     run = train(config)
     assert placed == ["rollout", "policy"]
     assert "grpo/zero_variance_groups" in json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
