@@ -97,7 +97,7 @@ def refusal(path: Path, *overrides: str) -> str:
         ("algorithm.name=pppo", "algorithm.name", "'pppo'", "one of ppo, grpo, sao"),
         # files that are not there
         ("policy.path=nowhere", "policy.path", "'nowhere'", "a folder with a config.json"),
-        ("policy.path=models/smollm2", "policy.path", "'models/smollm2'", "longppo fetch-smollm2 makes it"),
+        ("policy.path=models/smollm2-no", "policy.path", "'models/smollm2-no'", "longppo fetch-smollm2 makes it"),
         ("critic.path=nowhere", "critic.path", "'nowhere'", "a folder with a config.json"),
         ("prompts.source=jsonl", "prompts.path", "None", "a JSONL file"),
         ("reward.function=exact", "reward.function", "'exact'", "module:function"),
