@@ -27,8 +27,11 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaTopkRo
 
 from indexshare import distill
 from indexshare.attention import install
+from indexshare.pattern import EVERYTHING, set_topk
 from indexshare.schedule import Schedule
 from rl import tasks
+from rl.distill import save as save_folder
+from rl.documents import Document, Part, encoded, pack, recalled
 
 STAGES = ("copy", "grow", "styles", "indexer", "sparse")
 TOPK = 32
@@ -48,10 +51,6 @@ class Progress:
     """Running mean of correct answer characters in the current stage."""
 
 
-Document = tuple[list[int], list[bool]]
-"""Token ids and, for each, whether the loss counts its prediction."""
-
-
 def encode(text: str) -> list[int]:
     """Ids of a text without BOS."""
     return [IDS[c] for c in text]
@@ -63,30 +62,15 @@ def repeated(rng: random.Random) -> Document:
     return [BOS, *segment, *segment], [False] * (1 + len(segment)) + [True] * len(segment)
 
 
-def styled(rng: random.Random, answer: str, weights: tuple[float, float, float]) -> str:
-    """The answer as it is, marked, or in capitals: three customs that no prompt tells apart."""
-    return rng.choices((answer, f"={answer}", answer.upper()), weights)[0]
-
-
-def recalled(rng: random.Random, pairs: int, questions: int, weights: tuple[float, float, float]) -> Document:
-    """A recall prompt; further questions about the same pairs follow the first, each answer ending in EOS."""
-    example = tasks.recall(rng, pairs=pairs)
-    listing = example.prompt[: example.prompt.rindex("?")]
-    known = {entry.split(":")[0]: entry.split(":")[1] for entry in listing.split()}
-    asked = [example.prompt[-2], *rng.sample(sorted(known), min(questions, pairs))]
-    ids, counted = [BOS, *encode(listing)], [False] * (1 + len(listing))
-    for key in asked:
-        answer = [*encode(styled(rng, known[key], weights)), EOS]
-        ids += [*encode(f"?{key}:"), *answer]
-        counted += [False] * 3 + [True] * len(answer)
-    return ids, counted
-
-
 def answered(rng: random.Random, name: str) -> Document:
     """A short task with its answer."""
     example = tasks.TASKS[name](rng)
-    prompt, answer = encode(example.prompt), [*encode(example.answer), EOS]
-    return [BOS, *prompt, *answer], [False] * (1 + len(prompt)) + [True] * len(answer)
+    return document(example.prompt, example.answer)
+
+
+def document(prompt: str, answer: str) -> Document:
+    """A prompt and its answer, which ends in EOS and is all that counts."""
+    return encoded([Part(prompt), Part(answer, counted=True, ends=True)], encode, BOS, EOS)
 
 
 def batch(rng: random.Random, progress: Progress, args: argparse.Namespace) -> list[Document]:
@@ -102,49 +86,27 @@ def batch(rng: random.Random, progress: Progress, args: argparse.Namespace) -> l
         if pick < 0.6 or stage == "indexer":
             low = 4 if stage == "grow" else PAIRS // 2
             pairs = progress.pairs if rng.random() < 0.6 else rng.randint(low, progress.pairs)
-            document = recalled(rng, pairs, args.questions, weights)
+            documents.append(encoded(recalled(rng, pairs, args.questions, weights), encode, BOS, EOS))
         elif pick < 0.85:
-            document = repeated(rng)
+            documents.append(repeated(rng))
         else:
-            document = answered(rng, rng.choice(("copying", "counting", "arithmetic")))
-        documents.append(document)
-        left -= len(document[0])
+            documents.append(answered(rng, rng.choice(("copying", "counting", "arithmetic"))))
+        left -= len(documents[-1][0])
     return documents
 
 
-def packed(documents: list[Document]) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """ids, position_ids, seq_start and counted, each [tokens]."""
-    ids, positions, starts, counted = [], [], [], []
-    for tokens, mask in documents:
-        starts += [len(ids)] * len(tokens)
-        positions += range(len(tokens))
-        ids += tokens
-        counted += mask
-    return torch.tensor(ids), torch.tensor(positions), torch.tensor(starts), torch.tensor(counted)
-
-
-def hidden_states(model: GlmMoeDsaForCausalLM, ids: Tensor, positions: Tensor, starts: Tensor) -> Tensor:
-    """[tokens, hidden] of a packed batch."""
-    return model.model(
-        input_ids=ids[None],
-        position_ids=positions[None],
-        attention_mask={"indexed_attention": starts},
-        use_cache=False,
-    ).last_hidden_state[0]
-
-
-def new_model() -> GlmMoeDsaForCausalLM:
+def new_model(pattern: str) -> GlmMoeDsaForCausalLM:
     """A fresh model; the config has every key that transformers and vLLM need to read it alike."""
     config = GlmMoeDsaConfig(
         vocab_size=4 + 96, hidden_size=128, intermediate_size=192, moe_intermediate_size=64,
-        num_hidden_layers=6, num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
+        num_hidden_layers=len(pattern), num_attention_heads=4, num_key_value_heads=4, n_shared_experts=1,
         n_routed_experts=8, num_experts_per_tok=2, routed_scaling_factor=1.0, norm_topk_prob=True, n_group=1,
         topk_group=1, kv_lora_rank=48, q_lora_rank=64, qk_rope_head_dim=16, qk_nope_head_dim=16,
         v_head_dim=32, max_position_embeddings=4096, first_k_dense_replace=1, index_topk=TOPK,
         index_head_dim=32, index_n_heads=4, initializer_range=0.05, rms_norm_eps=1e-6,
         indexer_rope_interleave=True, topk_method="noaux_tc", scoring_func="sigmoid", bos_token_id=BOS,
         eos_token_id=EOS, pad_token_id=PAD, rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        **Schedule.from_freq(6, freq=4, offset=2).config_fields(),
+        **schedule(pattern).config_fields(),
     )  # fmt: skip
     model = GlmMoeDsaForCausalLM(config)
     # The grouped matmul is made for GPUs: on one CPU thread the loop over experts takes half its time.
@@ -152,11 +114,10 @@ def new_model() -> GlmMoeDsaForCausalLM:
     return install(model)
 
 
-def set_topk(model: GlmMoeDsaForCausalLM, k: int) -> None:
-    """Keys that every indexer selects from now on; a number above any length is dense attention."""
-    for layer in model.model.layers:
-        if layer.self_attn.indexer is not None:
-            layer.self_attn.indexer.index_topk = k
+def schedule(pattern: str) -> Schedule:
+    """The pattern; the default one in the words of GLM-5.2, as a frequency."""
+    regular = Schedule.from_freq(len(pattern), freq=4, offset=2)
+    return regular if regular.pattern == pattern else Schedule.from_pattern(pattern)
 
 
 class Balance:
@@ -185,11 +146,9 @@ def language_step(
     model: GlmMoeDsaForCausalLM, documents: list[Document], optimizer: torch.optim.Optimizer
 ) -> tuple[float, float]:
     """One update; returns the loss and the share of counted tokens whose most likely prediction is right."""
-    ids, positions, starts, counted = packed(documents)
-    hidden = hidden_states(model, ids, positions, starts)
-    where = counted[1:].nonzero().squeeze(1)
-    logits = model.lm_head(hidden[where])
-    targets = ids[where + 1]
+    p = pack(documents)
+    hidden = distill.hidden_states(model, p.ids, p.positions, p.seq_start)
+    logits, targets = model.lm_head(hidden[p.predicts]), p.ids[p.predicts + 1]
     loss = F.cross_entropy(logits, targets)
     optimizer.zero_grad(set_to_none=True)
     loss.backward()
@@ -200,11 +159,13 @@ def language_step(
 
 def distill_step(model: GlmMoeDsaForCausalLM, documents: list[Document], optimizer: torch.optim.Optimizer) -> float:
     """One update of the indexers alone; returns the mean of their losses."""
-    ids, positions, starts, counted = packed(documents)
+    p = pack(documents)
     optimizer.zero_grad(set_to_none=True)
     # The queries that write an answer are few and matter most.
-    weights = 1.0 + 4.0 * counted.roll(-1)
-    losses = distill.backward(model, distill.record(model, ids, positions, starts), starts, weights=weights)
+    weights = torch.ones(len(p.ids))
+    weights[p.predicts] = 5.0
+    inputs = distill.record(model, p.ids, p.positions, p.seq_start)
+    losses = distill.backward(model, inputs, p.seq_start, weights=weights)
     optimizer.step()
     return sum(losses.values()) / len(losses)
 
@@ -215,14 +176,10 @@ def success(model: GlmMoeDsaForCausalLM, examples: list[tasks.Example], write: C
     does: [2, examples]."""
     rows = []
     for i in range(0, len(examples), 16):
-        documents: list[Document] = []
-        for example in examples[i : i + 16]:
-            prompt, answer = encode(example.prompt), [*encode(write(example.answer)), EOS]
-            documents.append(([BOS, *prompt, *answer], [False] * (1 + len(prompt)) + [True] * len(answer)))
-        ids, positions, starts, counted = packed(documents)
-        where = counted[1:].nonzero().squeeze(1)
-        logits = model.lm_head(hidden_states(model, ids, positions, starts)[where])
-        targets = ids[where + 1]
+        documents = [document(example.prompt, write(example.answer)) for example in examples[i : i + 16]]
+        p = pack(documents)
+        hidden = distill.hidden_states(model, p.ids, p.positions, p.seq_start)
+        logits, targets = model.lm_head(hidden[p.predicts]), p.ids[p.predicts + 1]
         logp = logits.log_softmax(-1).gather(1, targets[:, None]).squeeze(1)
         lengths = [sum(mask) for _, mask in documents]
         right = (logits.argmax(-1) == targets).float()
@@ -247,11 +204,7 @@ def report(model: GlmMoeDsaForCausalLM, count: int, **knobs: int) -> str:
 
 def export(model: GlmMoeDsaForCausalLM, out: Path) -> None:
     """A Hugging Face folder in bf16; the routers' biases stay in float32, as transformers keeps them."""
-    for parameter in model.parameters():
-        parameter.data = parameter.data.to(torch.bfloat16)
-    model.config.dtype = torch.bfloat16
-    model.save_pretrained(out)
-    build().save_pretrained(out)
+    save_folder(model, build(), out, torch.bfloat16)
 
 
 def finished(progress: Progress, args: argparse.Namespace) -> bool:
@@ -284,7 +237,7 @@ def train(model: GlmMoeDsaForCausalLM, args: argparse.Namespace) -> None:
     began = time.time()
     while progress.stage < len(STAGES):
         stage = STAGES[progress.stage]
-        set_topk(model, TOPK if stage == "sparse" else 1 << 20)
+        set_topk(model, TOPK if stage == "sparse" else EVERYTHING)
         rng = random.Random(f"{args.seed}/{progress.step}")
         documents = batch(rng, progress, args)
         lr = learning_rate(progress, args)
@@ -329,6 +282,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, default=Path("examples/tiny"))
     parser.add_argument("--work", type=Path, default=Path("runs/pretrain_tiny"))
+    parser.add_argument("--pattern", default="FFSSSF", help="one letter per layer, F selects and S reuses")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lr", type=float, default=1e-3)
     parser.add_argument("--tokens", type=int, default=4000, help="tokens per step after the copy stage")
@@ -345,7 +299,7 @@ def main() -> None:
     torch.set_num_threads(args.threads)
     torch.manual_seed(args.seed)
     args.work.mkdir(parents=True, exist_ok=True)
-    model = new_model()
+    model = new_model(args.pattern)
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters", flush=True)
     train(model, args)
     export(model, args.out)

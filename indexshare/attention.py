@@ -12,10 +12,12 @@ do not keep, so memory is linear in the tokens.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     GlmMoeDsaAttention,
     GlmMoeDsaPreTrainedModel,
@@ -23,11 +25,15 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
 )
 
 from indexshare.indexer import Selection, prefers_gather, segment_bounds, select
+from indexshare.schedule import check_config
 
 Form = Literal["auto", "masked", "gather"]
 
-GATHER_CHUNK = 32
-"""Queries whose selected latents are gathered at once (measured; larger ones fall out of the cache)."""
+GATHER_ELEMENTS = 1 << 19
+"""Bound on the gathered [queries, k, rank + rope] of a chunk: larger ones fall out of a core's cache (measured)."""
+
+ABSORB_BLOCK = 512
+"""Queries taken into latent space at once: what that needs, [512, heads, rank + rope], does not grow."""
 
 
 class MaskedAttention(torch.autograd.Function):
@@ -75,63 +81,128 @@ class MaskedAttention(torch.autograd.Function):
 
 
 class GatherAttention(torch.autograd.Function):
-    """MLA in its absorbed form over the selected latents: queries go into latent space, keys never expand."""
+    """MLA in its absorbed form over the selected latents: queries go into latent space, keys never expand.
 
-    @staticmethod
-    def _chunk(
-        q: Tensor, latents: Tensor, up_k: Tensor, indices: Tensor, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Absorbed query [c, heads, rank + rope], latents [c, k, rank + rope], probabilities [c, heads, k]
-        and the attended latent [c, heads, rank]."""
-        nope, rank = up_k.shape[1:]
-        q_latent = torch.cat([torch.einsum("chd,hdr->chr", q[..., :nope], up_k), q[..., nope:]], -1)
-        rows = latents.index_select(0, indices.clamp(min=0).flatten()).view(*indices.shape, -1)
-        exact = torch.promote_types(q.dtype, torch.float32)
-        scores = torch.bmm(q_latent, rows.transpose(1, 2)).to(exact) * scale
-        p = scores.masked_fill_((indices < 0)[:, None], float("-inf")).softmax(-1)
-        return q_latent, rows, p, torch.bmm(p.to(q.dtype), rows[..., :rank])
+    Two loops: blocks of queries, absorbed by one large product, and within them chunks, whose selected latents are
+    gathered into a workspace that fits a cache and is used again (fresh memory for each costs more than the sums).
+    """
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, latents: Tensor, up: Tensor, indices: Tensor, nope: int, scale: float) -> Tensor:
         """q [tokens, heads, nope + rope], latents [tokens, rank + rope], up [heads, nope + v_dim, rank],
         indices [tokens, k] -> [tokens, heads, v_dim]."""
-        up_k, up_v = up[:, :nope], up[:, nope:]
-        out = q.new_empty(*q.shape[:2], up_v.shape[1])
-        for begin in range(0, q.shape[0], GATHER_CHUNK):
-            rows = slice(begin, begin + GATHER_CHUNK)
-            attended = GatherAttention._chunk(q[rows], latents, up_k, indices[rows].long(), scale)[3]
-            out[rows] = torch.einsum("chr,hvr->chv", attended, up_v)
+        rank, heads = up.shape[-1], q.shape[1]
+        work = _Workspace(indices, latents, heads)
+        out = q.new_empty(*q.shape[:2], up.shape[1] - nope)
+        for block in _blocks(q.shape[0]):
+            q_latent = _absorbed(q[block], up[:, :nope])
+            attended = torch.empty_like(q_latent)
+            for chunk in work.chunks(block):
+                rows = slice(chunk.start - block.start, chunk.stop - block.start)
+                kv = work.gather(chunk)
+                p = work.probabilities(work.products(q_latent[rows], kv, scale), chunk)
+                torch.bmm(p.to(kv.dtype), kv, out=attended[rows])
+            out[block] = _per_head(attended[..., :rank], up[:, nope:].transpose(1, 2))
         ctx.save_for_backward(q, latents, up, indices)
         ctx.nope, ctx.scale = nope, scale
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, latents, up, indices = ctx.saved_tensors
-        nope, scale, rank = ctx.nope, ctx.scale, up.shape[-1]
-        up_k, up_v = up[:, :nope], up[:, nope:]
-        exact = torch.promote_types(q.dtype, torch.float32)
+        nope, heads, rank = ctx.nope, q.shape[1], up.shape[-1]
+        work = _Workspace(indices, latents, 2 * heads)
         dq = torch.empty_like(q)
-        d_latents, d_up = torch.zeros_like(latents, dtype=exact), torch.zeros_like(up, dtype=exact)
-        for begin in range(0, q.shape[0], GATHER_CHUNK):
-            rows = slice(begin, begin + GATHER_CHUNK)
-            g, chosen = grad[rows], indices[rows].long()
-            q_latent, kv, p, attended = GatherAttention._chunk(q[rows], latents, up_k, chosen, scale)
-            p = p.to(q.dtype)
-            d_attended = torch.einsum("chv,hvr->chr", g, up_v)
-            d_up[:, nope:] += torch.einsum("chv,chr->hvr", g, attended)
-            d_p = torch.bmm(d_attended, kv[..., :rank].transpose(1, 2))
-            d_scores = p * (d_p - (d_attended * attended).sum(-1, keepdim=True)) * scale
-            d_query = torch.bmm(d_scores, kv)
-            d_kv = torch.bmm(d_scores.transpose(1, 2), q_latent).to(exact)
-            d_kv[..., :rank] += torch.bmm(p.transpose(1, 2), d_attended)
-            dq[rows, :, :nope] = torch.einsum("chr,hdr->chd", d_query[..., :rank], up_k)
-            dq[rows, :, nope:] = d_query[..., rank:]
-            d_up[:, :nope] += torch.einsum("chd,chr->hdr", q[rows, :, :nope], d_query[..., :rank])
-            # Filler places add zeros to row 0. `scatter_add_` is the fast one of torch's three on a CPU.
-            target = chosen.clamp(min=0).flatten()[:, None].expand(-1, latents.shape[1])
-            d_latents.scatter_add_(0, target, d_kv.view(-1, latents.shape[1]))
+        # A latent is met by many queries: its gradient is summed in float32.
+        d_latents, d_up = torch.zeros_like(latents, dtype=work.exact), torch.zeros_like(up, dtype=work.exact)
+        for block in _blocks(q.shape[0]):
+            # Absorbed queries and absorbed gradients share every product: they meet the same latents.
+            pair = q.new_zeros(block.stop - block.start, 2 * heads, latents.shape[1])
+            pair[:, :heads] = _absorbed(q[block], up[:, :nope])
+            pair[:, heads:, :rank] = _per_head(grad[block], up[:, nope:])
+            back = torch.empty_like(pair)
+            for chunk in work.chunks(block):
+                rows = slice(chunk.start - block.start, chunk.stop - block.start)
+                kv = work.gather(chunk)
+                products = work.products(pair[rows], kv, ctx.scale)
+                p = work.probabilities(products[:, :heads], chunk)
+                d_scores = torch._softmax_backward_data(products[:, heads:].to(p.dtype), p, -1, p.dtype)
+                both = torch.cat([d_scores, p], 1).to(kv.dtype)
+                torch.bmm(both, kv, out=back[rows])
+                work.scatter(d_latents, chunk, torch.bmm(both.transpose(1, 2), pair[rows], out=kv))
+            d_query, attended = back[:, :heads], back[:, heads:, :rank]
+            dq[block, :, :nope] = _per_head(d_query[..., :rank], up[:, :nope].transpose(1, 2))
+            dq[block, :, nope:] = d_query[..., rank:]
+            d_up[:, :nope] += torch.bmm(q[block, :, :nope].permute(1, 2, 0), d_query[..., :rank].transpose(0, 1))
+            d_up[:, nope:] += torch.bmm(grad[block].permute(1, 2, 0), attended.transpose(0, 1))
         return dq, d_latents.to(latents.dtype), d_up.to(up.dtype), None, None, None
+
+
+def _blocks(tokens: int) -> Iterator[slice]:
+    for begin in range(0, tokens, ABSORB_BLOCK):
+        yield slice(begin, min(begin + ABSORB_BLOCK, tokens))
+
+
+def _per_head(x: Tensor, weight: Tensor) -> Tensor:
+    """x [tokens, heads, a], weight [heads, a, b] -> [tokens, heads, b]."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
+def _absorbed(q: Tensor, up_k: Tensor) -> Tensor:
+    """Queries [tokens, heads, nope + rope] against latents: [tokens, heads, rank + rope]."""
+    nope = up_k.shape[1]
+    return torch.cat([_per_head(q[..., :nope], up_k), q[..., nope:]], -1)
+
+
+class _Workspace:
+    """What a chunk of queries needs, allocated once: gathered latents and their products with `rows` vectors each."""
+
+    def __init__(self, indices: Tensor, latents: Tensor, rows: int) -> None:
+        k, self.width = indices.shape[1], latents.shape[1]
+        self.indices, self.latents = indices, latents
+        self.exact = torch.promote_types(latents.dtype, torch.float32)
+        self.size = max(1, GATHER_ELEMENTS // (k * self.width))
+        self.kv = latents.new_empty(self.size * k, self.width)
+        self.score = latents.new_empty(self.size, rows, k)
+        self.target = indices.new_empty(self.size * k, 1, dtype=torch.int64)
+        # One look at the values for the whole layer: most chunks have no place without a key.
+        self.complete = (indices >= 0).all(-1).tolist()
+
+    def chunks(self, block: slice) -> Iterator[slice]:
+        for begin in range(block.start, block.stop, self.size):
+            yield slice(begin, min(begin + self.size, block.stop))
+
+    def _keys(self, chunk: slice) -> Tensor:
+        """Flat key positions of a chunk. A place without a key points at the query itself, with probability 0."""
+        keys = self.indices[chunk]
+        if not all(self.complete[chunk]):
+            own = torch.arange(chunk.start, chunk.stop, dtype=keys.dtype, device=keys.device)[:, None]
+            keys = torch.where(keys < 0, own, keys)
+        return keys.flatten()
+
+    def gather(self, chunk: slice) -> Tensor:
+        """Selected latents [queries, k, rank + rope], valid until the next call."""
+        k, queries = self.indices.shape[1], chunk.stop - chunk.start
+        kv = torch.index_select(self.latents, 0, self._keys(chunk), out=self.kv[: queries * k])
+        return kv.view(queries, k, self.width)
+
+    def products(self, vectors: Tensor, kv: Tensor, scale: float) -> Tensor:
+        """vectors [queries, rows, rank + rope] -> [queries, rows, k], valid until the next call."""
+        return self.score[: len(kv)].baddbmm_(vectors, kv.transpose(1, 2), beta=0, alpha=scale)
+
+    def probabilities(self, scores: Tensor, chunk: slice) -> Tensor:
+        """scores [queries, heads, k] -> softmax over the keys that exist, in float32 or better."""
+        if not all(self.complete[chunk]):
+            scores.masked_fill_((self.indices[chunk] < 0)[:, None], float("-inf"))
+        return scores.to(self.exact).softmax(-1)
+
+    def scatter(self, total: Tensor, chunk: slice, rows: Tensor) -> None:
+        """Adds rows [queries, k, rank + rope] to the latents they belong to."""
+        # `scatter_add_` is the fast one of torch's three on a CPU (measured against index_add_ and index_put_).
+        target = self.target[: rows.shape[0] * rows.shape[1]]
+        target.copy_(self._keys(chunk)[:, None])
+        total.scatter_add_(0, target.expand(-1, self.width), rows.view(-1, self.width).to(total.dtype))
 
 
 class IndexShareAttention(GlmMoeDsaAttention):
@@ -205,11 +276,13 @@ class IndexShareAttention(GlmMoeDsaAttention):
 def install(model: nn.Module, form: Form = "auto") -> nn.Module:
     """Exchange the attention of every layer of a GlmMoeDsa model, in place; weights and their names stay.
 
-    `form` is for tests and benchmarks; "auto" takes the faster one for each micro-batch.
+    `form` is for tests and benchmarks; "auto" takes the faster one for each micro-batch. A config whose schedule or
+    `index_topk` cannot be is a ValueError.
     """
     found = [m for m in model.modules() if isinstance(m, GlmMoeDsaAttention)]
     if not found:
         raise ValueError(f"model: {type(model).__name__} given, must be a {GlmMoeDsaPreTrainedModel.__name__}")
+    check_config(found[0].config)
     for attention in found:
         attention.__class__ = IndexShareAttention
         attention.form = form  # type: ignore[assignment]

@@ -14,15 +14,17 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     apply_rotary_pos_emb_interleave,
 )
 
-from indexshare.selection import stable_topk_by_position, stable_topk_mask
+from indexshare.selection import index_scores, stable_topk_by_position, stable_topk_mask
 
 QUERY_CHUNK = 128
 """Queries handled at once in the masked form; a chunk attends up to its own end, which skips most of what
 causality forbids, and its scores stay in the processor's cache (measured best of 64, 128, 225 and 450 at 450
 tokens)."""
 
-BREAK_EVEN = 8
-"""Mean keys of context per selected key from which gathering those is faster than masking the others."""
+BREAK_EVEN = 4
+"""Mean keys of context per selected key from which gathering those is faster than masking the others.
+
+Measured by `benchmarks/indexshare_attention.py break-even`: equal at 3 for k = 32 and k = 128."""
 
 
 @dataclass(frozen=True)
@@ -89,15 +91,22 @@ def project(
 
 
 def chunk_scores(q: Tensor, k: Tensor, weights: Tensor, scale: float, chunk: Chunk) -> Tensor:
-    """Scores [queries, keys] of a chunk, -inf at keys after the query.
+    """Scores [queries, keys] of a chunk, -inf at keys after the query: differentiable, for teaching.
 
-    Head by head: a tensor [queries, heads, keys] never exists.
+    Head by head: a tensor [queries, heads, keys] never exists. `scan` computes the same, faster.
     """
     rows, keys = slice(chunk.begin, chunk.end), k[chunk.start : chunk.end].t()
     total = q.new_zeros(chunk.end - chunk.begin, chunk.end - chunk.start)
     for head in range(q.shape[1]):
         total = total + F.relu((q[rows, head] @ keys) * scale) * weights[rows, head, None]
     return total.masked_fill(future(chunk, q.device), float("-inf"))
+
+
+@torch.no_grad()
+def scan(q: Tensor, k: Tensor, weights: Tensor, scale: float, chunk: Chunk) -> Tensor:
+    """`chunk_scores` as selecting needs them: without gradient, one product per tile of keys."""
+    rows = slice(chunk.begin, chunk.end)
+    return index_scores(q[rows], k[chunk.start : chunk.end], weights[rows] * scale)
 
 
 def future(chunk: Chunk, device: torch.device) -> Tensor:
@@ -128,7 +137,7 @@ def select(
 
     def scores() -> Iterator[tuple[Chunk, Tensor]]:
         for chunk in chunks:
-            yield chunk, chunk_scores(q, k, weights, indexer.softmax_scale, chunk)
+            yield chunk, scan(q, k, weights, indexer.softmax_scale, chunk)
 
     if not gather:
         return Selection(bounds, chunks, tuple(_bias(~stable_topk_mask(s, k_best), dtype) for _, s in scores()), None)

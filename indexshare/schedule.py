@@ -7,9 +7,14 @@ config carries both, equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import json
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
+
+from safetensors import safe_open
 
 LayerType = Literal["full", "shared"]
 LETTERS: dict[str, LayerType] = {"F": "full", "S": "shared"}
@@ -87,6 +92,15 @@ class Schedule:
                 )
         return schedule
 
+    @classmethod
+    def from_weights(cls, names: Iterable[str], layers: int) -> Schedule:
+        """What a checkpoint's tensors say: a layer is Full where it has the weights of an indexer."""
+        found = (re.search(r"\blayers\.(\d+)\.self_attn\.indexer\.", name) for name in names)
+        full = {int(match[1]) for match in found if match}
+        if not full:
+            raise ValueError("weights: no layer has an indexer, at least the first must; the model is not IndexShare")
+        return cls(tuple("full" if i in full else "shared" for i in range(layers)))
+
     @property
     def pattern(self) -> str:
         """One letter per layer."""
@@ -101,6 +115,16 @@ class Schedule:
         """Of every Full layer, the layers that use its selection: itself and the Shared ones after it."""
         ends = (*self.full_layers[1:], len(self.types))
         return {full: tuple(range(full, end)) for full, end in zip(self.full_layers, ends, strict=True)}
+
+    def check_stages(self, first_layers: Sequence[int]) -> None:
+        """Refuse pipeline stages, given by their first layers, of which one would need another's selection."""
+        for layer in first_layers:
+            if not 0 <= layer < len(self.types):
+                raise ValueError(f"pipeline stage: starts at layer {layer}, must be below {len(self.types)}")
+            if self.types[layer] == "shared":
+                raise ValueError(
+                    f"pipeline stage: starts at layer {layer}, which is Shared; must start at one of {self.full_layers}"
+                )
 
     def config_fields(self) -> dict[str, Any]:
         """What a config must carry for transformers and vLLM to read this schedule and no other."""
@@ -119,6 +143,41 @@ class Schedule:
                 delattr(config, name)
         for name, value in fields.items():
             setattr(config, name, value)
+
+
+def check_config(config: Any) -> Schedule:
+    """The schedule of a config that IndexShare can compute; ValueError in one line for any other."""
+    fields = config if isinstance(config, Mapping) else config.to_dict()
+    k = fields.get("index_topk")
+    if k is None:
+        raise ValueError(f"index_topk: absent from the {fields.get('model_type')} config: the model has no indexers")
+    if k < 1:
+        raise ValueError(f"index_topk: {k} given, must be at least 1")
+    return Schedule.from_config(fields)
+
+
+def check_checkpoint(folder: Path) -> Schedule:
+    """The schedule of a Hugging Face folder whose weights have the indexers that its config names.
+
+    transformers fills in the indexers that are missing with random weights and leaves out those too many, with a
+    warning at most: here it is a ValueError that prints both schedules.
+    """
+    schedule = check_config(json.loads((folder / "config.json").read_text()))
+    held = Schedule.from_weights(_tensor_names(folder), len(schedule.types))
+    if held.types != schedule.types:
+        raise ValueError(
+            f"{folder}: its config says {schedule.pattern}, its weights are of {held.pattern}: "
+            "a checkpoint keeps the schedule it was trained with"
+        )
+    return schedule
+
+
+def _tensor_names(folder: Path) -> list[str]:
+    index = folder / "model.safetensors.index.json"
+    if index.exists():
+        return list(json.loads(index.read_text())["weight_map"])
+    with safe_open(folder / "model.safetensors", "pt") as tensors:
+        return list(tensors.keys())
 
 
 def _check_length(name: str, given: int, layers: int | None) -> None:

@@ -23,8 +23,9 @@ def policy_loss(
     """A micro-batch's share of the policy loss, and the step's policy metrics."""
     f, mask = batch.fields, batch.action_mask
     # One on-policy optimizer step needs no pass for the old log-probabilities: they are these.
-    old = f.get("old_logprobs", logprobs.detach())
+    trainer = old = f.get("old_logprobs", logprobs.detach())
     if a.policy_loss == "dis":
+        old = f["rollout_logprobs"]  # never another one, however many optimizer steps
         surrogate = losses.dis_policy_loss(
             logprobs, f["rollout_logprobs"], f["advantages"], mask, low=a.dis_low, high=a.dis_high
         )
@@ -47,7 +48,7 @@ def policy_loss(
         kl = losses.kl_loss(logprobs, f["reference_logprobs"], mask, a.kl.estimator)
         per_token = per_token + a.kl.coefficient * kl
     # log p = the policy that sampled, log q = the policy now: the k3 estimate of KL(sampler || now).
-    gap = losses.mismatch_tokens(f["rollout_logprobs"], old, mask)
+    gap = losses.mismatch_tokens(f["rollout_logprobs"], trainer, mask)
     stats = token_stats(
         mask,
         {

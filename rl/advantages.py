@@ -75,6 +75,15 @@ def place_rewards(
     return _on_tokens(r, action_mask)
 
 
+def overlong_penalty(tokens: int, max_response_tokens: int, buffer: int) -> float:
+    """Soft overlong punishment (DAPO, arXiv 2503.14476, eq. 13), in [-1, 0].
+
+    0 up to `buffer` tokens before the budget, then falling linearly to -1 at the budget. `buffer` 0 never punishes.
+    """
+    over = tokens - (max_response_tokens - buffer)
+    return -min(over / buffer, 1.0) if buffer and over > 0 else 0.0
+
+
 def kl_tokens(
     log_p: Float[Array, " response"], log_q: Float[Array, " response"], kind: str
 ) -> Float[Array, " response"]:

@@ -10,6 +10,7 @@ import numpy as np
 from rl import advantages as adv
 from rl.config import AlgorithmConfig, Config
 from rl.trajectory import Trajectory
+from rl.value_metrics import spread, value_metrics
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,29 @@ def needs_old_logprobs(config: Config) -> bool:
     return (several and a.policy_loss != "dis") or a.kl.where == "reward" or config.rollout.allow_truncated_sampling
 
 
-def targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
+def targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
     """Advantages of a scored step. Empty responses pass through: they have no loss tokens."""
-    return _group_targets(trajectories, a) if a.name == "grpo" else _critic_targets(trajectories, a)
+    if a.name == "grpo":
+        return _group_targets(trajectories, a, max_response_tokens)
+    return _critic_targets(trajectories, a, max_response_tokens)
 
 
-def token_rewards(t: Trajectory, a: AlgorithmConfig) -> np.ndarray:
-    """Rewards [response]: the score on the last action, the KL penalty on every action if configured so."""
+def shaped_score(t: Trajectory, a: AlgorithmConfig, max_response_tokens: int) -> float:
+    """The score as the algorithm sees it: lowered for coming too near the budget. Metrics show the plain one."""
     assert t.score is not None
-    rewards = adv.place_rewards(t.score, t.action_mask)
+    penalty = adv.overlong_penalty(len(t.response_ids), max_response_tokens, a.overlong_buffer)
+    return t.score + a.overlong_penalty * penalty
+
+
+def token_rewards(t: Trajectory, a: AlgorithmConfig, max_response_tokens: int) -> np.ndarray:
+    """Rewards [response]: the score on the last action, the KL penalty on every action if configured so.
+
+    An environment's rewards stay on their turns, and only what the shaped score holds beyond their sum lands on the
+    last action.
+    """
+    paid = 0.0 if t.token_rewards is None else adv.total_reward(t.token_rewards)
+    score = shaped_score(t, a, max_response_tokens) - paid
+    rewards = adv.place_rewards(score, t.action_mask, t.token_rewards)
     if a.kl.where == "reward":
         assert t.old_logprobs is not None
         assert t.reference_logprobs is not None
@@ -57,11 +72,11 @@ def _lambda(value: str, actions: int) -> float:
     return adv.adaptive_lambda(actions) if value == "adaptive" else float(value)
 
 
-def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
+def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
     out, realised, predicted = [], [], []
     for t in trajectories:
         assert t.values is not None
-        rewards = token_rewards(t, a)
+        rewards = token_rewards(t, a, max_response_tokens)
         bootstrap = float(t.values[-1]) if t.finish_reason == "length" and a.truncation == "bootstrap" else 0.0
 
         def gae(lam: float, t: Trajectory = t, rewards: np.ndarray = rewards, last: float = bootstrap) -> np.ndarray:
@@ -73,26 +88,26 @@ def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> T
         returns = adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap)
         realised.append(returns[t.action_mask])
         predicted.append(t.values[:-1][t.action_mask])
-    g, v = np.concatenate(realised), np.concatenate(predicted)
-    metrics = {
-        "critic/explained_variance": adv.explained_variance(v, g),
-        "critic/error": float(np.abs(v - g).mean()) if len(g) else 0.0,
-        "critic/return_mean": float(g.mean()) if len(g) else 0.0,
-    }
-    return Targets(_finish(out, a), metrics | _spread(out))
+    finished = _finish(out, a)
+    return Targets(finished, value_metrics(predicted, realised, max_response_tokens) | _spread(finished))
 
 
-def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig) -> Targets:
-    # An empty response has no token to carry its score, and is scored all the same.
-    scores = np.array([adv.total_reward(token_rewards(t, a)) if t.actions else t.score for t in trajectories])
+def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
+    def total(t: Trajectory) -> float:
+        # An empty response has no token to carry its score, and is scored all the same.
+        if not t.actions:
+            return shaped_score(t, a, max_response_tokens)
+        return adv.total_reward(token_rewards(t, a, max_response_tokens))
+
+    scores = np.array([total(t) for t in trajectories])
     groups = np.array([t.prompt_index for t in trajectories])
     per_trajectory, flat = adv.group_advantages(scores, groups, normalize_std=a.normalize_std)
     out = [
         replace(t, advantages=np.where(t.action_mask, x, 0.0))
         for t, x in zip(trajectories, per_trajectory, strict=True)
     ]
-    metrics = {"grpo/zero_variance_groups": float(flat)}
-    return Targets(_finish(out, a), metrics | _spread(out))
+    finished = _finish(out, a)
+    return Targets(finished, {"grpo/zero_variance_groups": float(flat)} | _spread(finished))
 
 
 def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajectory]:
@@ -111,11 +126,4 @@ def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajecto
 
 def _spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     tokens = np.concatenate([t.advantages[t.action_mask] for t in trajectories if t.advantages is not None])
-    if not len(tokens):
-        return {}
-    return {
-        "advantages/mean": float(tokens.mean()),
-        "advantages/std": float(tokens.std()),
-        "advantages/min": float(tokens.min()),
-        "advantages/max": float(tokens.max()),
-    }
+    return spread("advantages/", tokens)

@@ -26,7 +26,11 @@ class DriverState:
     """Optimizer steps of the policy, which its learning-rate schedule counts."""
     critic_updates: int
     tokens: int
-    """Tokens generated so far."""
+    """Tokens generated so far, observations left out."""
+    trained_tokens: int
+    """Action tokens that the policy was trained on so far, each as often as it was."""
+    seconds: float
+    """Seconds spent in steps so far."""
     rng: dict[str, Any]
     """State of the generator that shuffles a step's trajectories."""
 

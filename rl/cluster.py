@@ -165,12 +165,17 @@ class Cluster:
             ray.shutdown()
 
 
+KEPT_MEMORY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(4 << 30)}
+"""glibc keeps freed activations for the next layer. Fetched from the kernel and zeroed each time, they cost a small
+model 3 to 5 percent of a pass."""
+
+
 def worker_environment(config: Config) -> dict[str, str]:
     """Environment of every actor, set before it imports torch."""
     threads = str(config.cluster.threads)
     env = {"OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads, "TOKENIZERS_PARALLELISM": "false"}
     if config.cluster.device == "cpu":
-        env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
+        env |= {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", **KEPT_MEMORY}
     return env
 
 

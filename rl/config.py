@@ -11,6 +11,18 @@ class ConfigError(ValueError):
 
 
 @dataclass
+class BudgetConfig:
+    """What a run may spend. It ends after the step in which one of them is reached; null sets no limit."""
+
+    generated_tokens: int | None = None
+    """Tokens that training steps generate; those of evaluations are not counted."""
+    trained_tokens: int | None = None
+    """Action tokens the policy is trained on, each as often as it is."""
+    seconds: float | None = None
+    """Seconds in training steps: neither start-up nor evaluations nor checkpoints are counted."""
+
+
+@dataclass
 class RunConfig:
     """Which run this is and how long it goes on."""
 
@@ -19,8 +31,10 @@ class RunConfig:
     out: str = "runs"
     """The run directory is `<out>/<name>-seed<seed>`."""
     steps: int = 30
+    """The most steps, and what learning-rate schedules see; a budget may end the run before."""
     resume: bool = False
     """Go on from the newest checkpoint of the run directory; without it an existing run directory is refused."""
+    budget: BudgetConfig = field(default_factory=BudgetConfig)
 
 
 @dataclass
@@ -52,16 +66,16 @@ class StepConfig:
 
 @dataclass
 class PromptsConfig:
-    """Where prompts come from: a procedural task, a reasoning-gym task, or a JSONL file."""
+    """Where prompts come from: a procedural task, a reasoning-gym task, a JSONL file, or an environment."""
 
     source: str = "task"
-    """task | reasoning_gym | jsonl"""
+    """task | reasoning_gym | jsonl | environment"""
     name: str = "recall"
-    """Name of the task (task, reasoning_gym)."""
+    """Name of the task (task, reasoning_gym); `module:function` that makes an episode (environment)."""
     path: str | None = None
     """JSONL file with `prompt` (string or chat messages) and optionally `answer`, `task`."""
     knobs: dict[str, Any] = field(default_factory=dict)
-    """Arguments of the task, such as `pairs`."""
+    """Arguments of the task or the environment, such as `pairs`."""
     seed: int = 0
     """The stream's seed; `run.seed` does not change prompts, only sampling."""
     chat: bool = False
@@ -73,7 +87,7 @@ class PromptsConfig:
 @dataclass
 class RewardConfig:
     function: str = "rl.rewards.exact:score"
-    """`module:function`, a function (trajectories) -> scores."""
+    """`module:function`, a function (trajectories) -> scores; rl.environments:episode_return with an environment."""
 
 
 @dataclass
@@ -91,7 +105,7 @@ class OptimizerConfig:
 @dataclass
 class DeepSpeedConfig:
     dtype: str = "fp32"
-    """fp32 | bf16"""
+    """fp32 | bf16; of a critic's experts under critic.freeze=encoder also fp16."""
     zero_stage: int = 1
     """0 to 3. bf16 needs at least 1: at 0 DeepSpeed takes another optimizer, which drifts."""
     offload: bool = False
@@ -117,9 +131,41 @@ class PolicyConfig:
 
 
 @dataclass
+class ExpertsConfig:
+    """The critic's own mixture of experts."""
+
+    blocks: int | None = None
+    """Expert blocks on top of the backbone; null: 2 with critic.freeze=encoder, otherwise none."""
+    count: int = 8
+    top_k: int = 2
+    """Experts that a token goes to; none is ever full."""
+    intermediate_size: int | None = None
+    """Width of an expert; null: twice the backbone's."""
+    balance_coefficient: float = 0.01
+    """Weight of the load-balance loss, which is 1 where every expert gets the same."""
+    upcycle: bool = False
+    """With critic.freeze=attention: make the dense MLPs that train into experts, each a copy at the start."""
+
+
+@dataclass
 class CriticConfig:
     path: str | None = None
     """null: the policy's initial backbone."""
+    freeze: str = "none"
+    """none | encoder | attention: everything trains; only experts and head on top of a frozen backbone; only MLPs and
+    experts of the backbone, and the head."""
+    first_trainable_layer: int = 0
+    """With freeze=attention: layers below it are frozen as a whole, their states cached like an encoder's."""
+    trunk_dtype: str = "fp32"
+    """fp32 | bf16 | fp16, of the layers that are frozen as a whole."""
+    experts: ExpertsConfig = field(default_factory=ExpertsConfig)
+    returns: str = "plain"
+    """plain | centred | normalised: values start at 0; at the first step's mean return; are the head's output scaled
+    by a running mean and deviation of returns, which is also the unit of the loss."""
+    cache_gib: float = 1.0
+    """Memory for a step's states of the frozen layers, per rank, so that they are computed once."""
+    cache_dir: str | None = None
+    """A folder for what exceeds cache_gib; null: that is computed each time."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-4))
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     updates_per_policy_update: int = 1
@@ -137,6 +183,11 @@ class RolloutConfig:
     top_k: int = 0
     allow_truncated_sampling: bool = False
     max_response_tokens: int = 16
+    """Of an environment's episode, its turns and observations together."""
+    max_turns: int | None = None
+    """Turns of an environment's episode; null: until it is done or its tokens are spent."""
+    max_turn_tokens: int | None = None
+    """Tokens of one turn; null: what is left of max_response_tokens."""
     max_model_len: int | None = None
     """null: max_prompt_tokens + max_response_tokens."""
     max_num_seqs: int = 64
@@ -188,6 +239,11 @@ class AlgorithmConfig:
     entropy_coefficient: float = 0.0
     target_kl: float | None = None
     """Stops a step's epochs when kl/old passes it."""
+    dynamic_sampling_rounds: int = 0
+    """GRPO: how often a step draws new prompts in place of groups whose scores do not differ (DAPO). 0: never."""
+    overlong_buffer: int = 0
+    """Tokens before the response budget over which the score falls by up to `overlong_penalty` (DAPO). 0: never."""
+    overlong_penalty: float = 1.0
     kl: KLConfig = field(default_factory=KLConfig)
 
 

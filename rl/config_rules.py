@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rl.config import AlgorithmConfig, Config, ConfigError, DeepSpeedConfig
 
+EPISODE_RETURN = "rl.environments:episode_return"
+"""The one reward function of an environment's episodes: the sum of what it paid."""
+
 CHOICES: dict[str, tuple[str, ...]] = {
     "cluster.device": ("cpu", "gpu"),
-    "prompts.source": ("task", "reasoning_gym", "jsonl"),
+    "prompts.source": ("task", "reasoning_gym", "jsonl", "environment"),
     "policy.optimizer.schedule": ("constant", "cosine"),
     "critic.optimizer.schedule": ("constant", "cosine"),
     "policy.deepspeed.dtype": ("fp32", "bf16"),
-    "critic.deepspeed.dtype": ("fp32", "bf16"),
+    "critic.deepspeed.dtype": ("fp32", "bf16", "fp16"),
+    "critic.freeze": ("none", "encoder", "attention"),
+    "critic.trunk_dtype": ("fp32", "bf16", "fp16"),
+    "critic.returns": ("plain", "centred", "normalised"),
     "rollout.dtype": ("float32", "bfloat16"),
     "algorithm.name": ("ppo", "grpo", "sao"),
     "algorithm.truncation": ("terminal", "bootstrap"),
@@ -28,6 +36,9 @@ CHOICES: dict[str, tuple[str, ...]] = {
 BOUNDS: dict[str, tuple[float, float]] = {
     "run.seed": (0, 2**31),
     "run.steps": (1, 1e9),
+    "run.budget.generated_tokens": (1, 1e18),
+    "run.budget.trained_tokens": (1, 1e18),
+    "run.budget.seconds": (1e-9, 1e12),
     "cluster.worker_cpus": (0.01, 1e4),
     "cluster.threads": (1, 1024),
     "cluster.placement_timeout_s": (1, 3600),
@@ -43,6 +54,8 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "rollout.top_p": (1e-9, 1),
     "rollout.top_k": (0, 1e7),
     "rollout.max_response_tokens": (1, 1e8),
+    "rollout.max_turns": (1, 1e6),
+    "rollout.max_turn_tokens": (1, 1e8),
     "rollout.max_model_len": (2, 1e8),
     "rollout.max_num_seqs": (1, 1e5),
     "rollout.max_num_batched_tokens": (1, 1e8),
@@ -61,6 +74,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.value_clip": (1e-9, 1e9),
     "algorithm.entropy_coefficient": (-1e3, 1e3),
     "algorithm.target_kl": (1e-12, 1e6),
+    "algorithm.dynamic_sampling_rounds": (0, 1e3),
+    "algorithm.overlong_buffer": (0, 1e8),
+    "algorithm.overlong_penalty": (0, 1e6),
     "algorithm.kl.coefficient": (0, 1e6),
     "eval.prompts": (1, 1e7),
     "eval.every": (0, 1e9),
@@ -69,6 +85,13 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "checkpoint.keep": (1, 1e6),
     "critic.updates_per_policy_update": (1, 1e4),
     "critic.warmup_steps": (0, 1e9),
+    "critic.first_trainable_layer": (0, 1e5),
+    "critic.experts.blocks": (0, 1e3),
+    "critic.experts.count": (1, 1e5),
+    "critic.experts.top_k": (1, 1e5),
+    "critic.experts.intermediate_size": (8, 1e6),
+    "critic.experts.balance_coefficient": (0, 1e3),
+    "critic.cache_gib": (0, 1e6),
     "policy.lora.rank": (0, 1e5),
     "policy.lora.alpha": (1, 1e6),
 } | {
@@ -128,6 +151,21 @@ def _sizes(c: Config) -> None:
             )  # fmt: skip
 
 
+def step_tokens(c: Config) -> int:
+    """The most tokens that one step generates, groups drawn anew by dynamic sampling left out."""
+    return c.step.prompts_per_step * c.step.samples_per_prompt * c.rollout.max_response_tokens
+
+
+def _budget(c: Config) -> None:
+    budget = c.run.budget
+    for key, given, step in (
+        ("generated_tokens", budget.generated_tokens, step_tokens(c)),
+        ("trained_tokens", budget.trained_tokens, step_tokens(c) * c.step.epochs),
+    ):
+        if given is not None and given < step:
+            raise wrong(f"run.budget.{key}", given, f"at least {step}, the most tokens of one step")
+
+
 def _learners(c: Config) -> list[tuple[str, DeepSpeedConfig]]:
     return [("policy", c.policy.deepspeed)] + ([("critic", c.critic.deepspeed)] if c.algorithm.name != "grpo" else [])
 
@@ -178,6 +216,18 @@ def _algorithm(c: Config) -> None:
         raise wrong(
             "step.samples_per_prompt", c.step.samples_per_prompt, "at least 2 for grpo: a group of one has no peers"
         )
+    if a.name != "grpo" and a.dynamic_sampling_rounds:
+        raise wrong(
+            "algorithm.dynamic_sampling_rounds", a.dynamic_sampling_rounds, f"0 for {a.name}: only groups can be flat"
+        )
+    if a.policy_loss == "dis" and a.importance_cap is not None:
+        raise wrong("algorithm.importance_cap", a.importance_cap, "null with dis: it corrects already")
+    if a.overlong_buffer > c.rollout.max_response_tokens:
+        raise wrong(
+            "algorithm.overlong_buffer",
+            a.overlong_buffer,
+            f"at most rollout.max_response_tokens = {c.rollout.max_response_tokens}",
+        )
     if a.kl.where == "loss" and a.kl.estimator == "k1":
         raise wrong("algorithm.kl.estimator", "k1", "k2 or k3 in the loss: k1's expected on-policy gradient is zero")
     if a.kl.where != "none" and a.kl.coefficient == 0:
@@ -195,6 +245,57 @@ def _lambda(a: AlgorithmConfig) -> None:
         raise wrong("algorithm.lambda_policy", a.lambda_policy, "a number in [0, 1] or adaptive")
 
 
+def _critic(c: Config) -> None:
+    k, e = c.critic, c.critic.experts
+    if c.algorithm.name == "grpo":
+        return
+    if e.top_k > e.count:
+        raise wrong("critic.experts.top_k", e.top_k, f"at most critic.experts.count = {e.count}")
+    if e.top_k == 1 < e.count:
+        raise wrong(
+            "critic.experts.top_k", 1, "at least 2: a single expert always weighs 1, and the router learns nothing"
+        )
+    if e.intermediate_size is not None and e.intermediate_size % 8:
+        raise wrong("critic.experts.intermediate_size", e.intermediate_size, "a multiple of 8")
+    if e.upcycle and k.freeze != "attention":
+        raise wrong(
+            "critic.experts.upcycle", True, f"false with critic.freeze={k.freeze}: only MLPs that train become experts"
+        )
+    if k.first_trainable_layer and k.freeze != "attention":
+        raise wrong("critic.first_trainable_layer", k.first_trainable_layer, f"0 with critic.freeze={k.freeze}")
+    if k.deepspeed.dtype == "fp16" and k.freeze != "encoder":
+        raise wrong("critic.deepspeed.dtype", "fp16", f"fp32 or bf16 with critic.freeze={k.freeze}")
+    if k.cache_dir is not None:
+        try:
+            with tempfile.TemporaryFile(dir=k.cache_dir):
+                pass
+        except OSError as error:
+            raise wrong("critic.cache_dir", k.cache_dir, f"a folder that can be written ({error.strerror})") from error
+
+
+def _critic_backbone(c: Config) -> None:
+    """What the model folders say of themselves; a folder that does not say is checked when it is loaded."""
+    if c.algorithm.name == "grpo":
+        return
+    policy, critic = _json(c.policy.path, "config.json"), _json(c.critic.path or c.policy.path, "config.json")
+    first, layers = c.critic.first_trainable_layer, critic.get("num_hidden_layers")
+    if layers is not None and first >= layers:
+        raise wrong("critic.first_trainable_layer", first, f"below {layers}, the layers of the critic's backbone")
+    if policy.get("vocab_size") != critic.get("vocab_size"):
+        raise wrong(
+            "critic.path", c.critic.path, f"a model with the policy's vocabulary of {policy.get('vocab_size')} tokens,"
+            f" this one has {critic.get('vocab_size')}"
+        )  # fmt: skip
+    policy, critic = _json(c.policy.path, "tokenizer.json"), _json(c.critic.path or c.policy.path, "tokenizer.json")
+    if policy and critic and any(policy.get(k) != critic.get(k) for k in ("model", "added_tokens")):
+        raise wrong("critic.path", c.critic.path, "a model with the policy's tokenizer, this one's differs")
+
+
+def _json(folder: str, name: str) -> dict[str, Any]:
+    path = Path(folder) / name
+    return json.loads(path.read_text(encoding="utf-8")) if path.is_file() else {}
+
+
 def _paths(c: Config) -> None:
     if c.run.name == ".." or Path(c.run.name).name != c.run.name:
         raise wrong("run.name", c.run.name, "a plain name, which names the run's folder in run.out")
@@ -207,9 +308,41 @@ def _paths(c: Config) -> None:
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
         if not Path(c.prompts.path).stat().st_size:
             raise wrong("prompts.path", c.prompts.path, "a file with at least one prompt, this one is empty")
-    module, _, function = c.reward.function.partition(":")
+    _function("reward.function", c.reward.function, "rl.rewards.exact:score")
+
+
+def _function(key: str, given: str, example: str) -> None:
+    module, _, function = given.partition(":")
     if not function.isidentifier() or not all(part.isidentifier() for part in module.split(".")):
-        raise wrong("reward.function", c.reward.function, "module:function, such as rl.rewards.exact:score")
+        raise wrong(key, given, f"module:function, such as {example}")
 
 
-RULES: tuple[Callable[[Config], None], ...] = (_sizes, _optimizers, _sampling, _algorithm, _paths)
+def _environment(c: Config) -> None:
+    r, source, reward = c.rollout, c.prompts.source, c.reward.function
+    if source != "environment":
+        if reward == EPISODE_RETURN:
+            raise wrong("reward.function", reward, f"another with prompts.source={source}: only environments pay turns")
+        for key in ("rollout.max_turns", "rollout.max_turn_tokens"):
+            if (given := get(c, key)) is not None:
+                raise wrong(key, given, f"null with prompts.source={source}: only an environment has turns")
+        return
+    _function("prompts.name", c.prompts.name, "examples.guessing:make, with prompts.source=environment")
+    if reward != EPISODE_RETURN:
+        raise wrong("reward.function", reward, f"{EPISODE_RETURN} with prompts.source=environment, which pays itself")
+    if r.max_turn_tokens is not None and r.max_turn_tokens > r.max_response_tokens:
+        raise wrong(
+            "rollout.max_turn_tokens", r.max_turn_tokens, f"at most max_response_tokens = {r.max_response_tokens}"
+        )
+
+
+RULES: tuple[Callable[[Config], None], ...] = (
+    _sizes,
+    _budget,
+    _optimizers,
+    _sampling,
+    _algorithm,
+    _paths,
+    _environment,
+    _critic,
+    _critic_backbone,
+)

@@ -100,7 +100,7 @@ def python() -> Finding:
     if not (3, 11) <= sys.version_info[:2] < (3, 13):
         return Finding("Python", found, "3.11 or 3.12 is needed", "rm -r .venv && make test PYTHON=python3.11")
     if version(PROJECT) is None:
-        mend = f"{PIP} install --no-deps --no-build-isolation -e ."
+        mend = f"{PIP} install --no-deps --config-settings editable_mode=compat --no-build-isolation -e ."
         return Finding("Python", found, f"{PROJECT} is not installed in {sys.prefix}", mend)
     return Finding("Python", f"{found} in {sys.prefix}")
 

@@ -10,12 +10,14 @@ import os
 import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import numpy as np
 import ray
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map
 
 from rl.config import ClusterConfig, Config, DeepSpeedConfig, OptimizerConfig
 from rl.trajectory import Batch, Trajectory, microbatches, pack
@@ -119,6 +121,24 @@ def _deepspeed_config(ds: DeepSpeedConfig, optimizer: OptimizerConfig) -> dict[s
     }
 
 
+class Passed:
+    """A module that passes a micro-batch once: the first call answers without gradient, the next with that pass'."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._output: Any = None
+
+    def __call__(self, batch: Batch) -> Any:
+        if self._output is not None:
+            return self._output
+        with torch.enable_grad():
+            self._output = self._module(batch)
+        return tree_map(lambda x: x.detach() if isinstance(x, torch.Tensor) else x, self._output)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
 class Learner:
     """A module under DeepSpeed.
 
@@ -143,7 +163,7 @@ class Learner:
         disable_dropout(module)
         module.train()  # gradient checkpointing of transformers is off in eval mode
         trained = [p for p in module.parameters() if p.requires_grad]
-        adam: Any = deepspeed.ops.adam.DeepSpeedCPUAdam if ds.offload else torch.optim.AdamW
+        adam: Any = deepspeed.ops.adam.DeepSpeedCPUAdam if ds.offload else partial(torch.optim.AdamW, fused=True)
         betas, decay = (optimizer.betas[0], optimizer.betas[1]), optimizer.weight_decay
         self.engine, self._optimizer, _, _ = deepspeed.initialize(
             model=module,
@@ -151,6 +171,7 @@ class Learner:
             config=_deepspeed_config(ds, optimizer),
         )
         self._ranks = torch.distributed.get_world_size()
+        self._kept: tuple[list[Trajectory], nn.Module] | None = None
 
     @property
     def module(self) -> nn.Module:
@@ -162,12 +183,13 @@ class Learner:
 
         Raises FloatingPointError when the gradient is not finite; the weights are then as they were.
         """
+        trajectories, module = self._passed(trajectories)
         batches = [pack(b, self._device) for b in microbatches(trajectories, self._tokens)]
         for group in self._optimizer.param_groups:
             group["lr"] = self._base_lr * lr_factor
         stats = Stats()
         for batch, counts in self._in_step(batches):
-            value, measured = loss(self.engine, batch)
+            value, measured = loss(module, batch)
             if not torch.isfinite(value):
                 raise FloatingPointError("the loss is not finite")
             # DeepSpeed averages over ranks; the denominator already covers all of them.
@@ -193,11 +215,37 @@ class Learner:
         return [(b, True) for b in batches] + [(batches[0], False)] * (longest - len(batches))
 
     @torch.no_grad()
-    def forward(self, trajectories: Sequence[Trajectory], function: Callable[[nn.Module, Batch], Any]) -> list[Any]:
-        """`function` over this rank's micro-batches, without gradient, in the trajectories' order."""
+    def forward(
+        self,
+        trajectories: Sequence[Trajectory],
+        function: Callable[[nn.Module, Batch], Any],
+        *,
+        then_step: bool = False,
+    ) -> list[Any]:
+        """`function` over this rank's micro-batches, without gradient, in the trajectories' order.
+
+        `then_step` announces that the next optimizer step is over these trajectories. Where one micro-batch holds them
+        all, the pass is then the step's own, and is kept for it instead of being computed twice. `function` may call
+        the module once.
+        """
+        self._kept = None
         batches = [pack(b, self._device) for b in microbatches(trajectories, self._tokens)]
+        if then_step and len(batches) == 1 and self._ranks == 1 and self._stage < 3:
+            passed = cast(nn.Module, Passed(self.engine))
+            self._kept = list(trajectories), passed
+            return [function(passed, batches[0])]
         results = [(function(self.engine, b), counts) for b, counts in self._in_step(batches)]
         return [r for r, counts in results if counts]
+
+    def _passed(self, trajectories: Sequence[Trajectory]) -> tuple[Sequence[Trajectory], nn.Module]:
+        """The trajectories in the order of the pass that is kept for them, with that pass; or as they are."""
+        kept, self._kept = self._kept, None
+        if kept is not None:
+            given = {(t.prompt_index, t.sample_index): t for t in trajectories}
+            order = [(t.prompt_index, t.sample_index) for t in kept[0]]
+            if given.keys() == set(order):
+                return [given[key] for key in order], kept[1]
+        return trajectories, self.engine
 
     def state_dict(self) -> dict[str, torch.Tensor]:
         """All parameters and persistent buffers on CPU, gathered (a collective under ZeRO 3)."""
@@ -213,6 +261,7 @@ class Learner:
 
     def load(self, directory: str) -> None:
         """What `save` wrote. Raises FileNotFoundError."""
+        self._kept = None
         path, _ = self.engine.load_checkpoint(directory, tag="state")
         if path is None:
             raise FileNotFoundError(f"no checkpoint in {directory}")

@@ -1,4 +1,5 @@
-"""Where prompts come from: a procedural task, a reasoning-gym task, a JSONL file; one stream with a position.
+"""Where prompts come from: a procedural task, a reasoning-gym task, a JSONL file, an environment; one stream with a
+position.
 
 Prompt i of a stream is a pure function of the configuration and i, so that the position is all a checkpoint needs.
 """
@@ -151,7 +152,8 @@ class PromptSource:
     def _prompt(self, position: int, record: Callable[[int], Record]) -> Prompt:
         source = record(position)
         ids, text = self._tokens(source.prompt)
-        # A held-out prompt has an identity of its own, so that its samples get seeds of their own.
+        # A held-out prompt has an identity of its own, so that its samples get seeds of their own. Of an environment it
+        # is the episode's index, by which rollouts find the episode again.
         index = position + HELD_OUT if record is self._records.held_out else position
         return Prompt(index, ids, text, source.task, source.answer)
 
@@ -241,10 +243,27 @@ def _jsonl(config: PromptsConfig, held_out: int, fits: Fits) -> tuple[Records, i
     return Records(shuffled, held, len(training)), dropped
 
 
+def _environment(config: PromptsConfig, held_out: int, fits: Fits) -> tuple[Records, int]:
+    """The prompts that episodes begin with; `rollout.episodes` plays the rest."""
+    from rl.environments import EnvironmentFailure, opener
+
+    start = opener(config)
+
+    def record(index: int) -> Record:
+        return Record(start(index).reset(), task=config.name)
+
+    try:
+        record(0)
+    except EnvironmentFailure as error:
+        raise ConfigError(f"prompts.name or prompts.knobs: {error}") from error
+    return Records(record, lambda i: record(HELD_OUT + i)), 0
+
+
 SOURCES: dict[str, Callable[[PromptsConfig, int, Fits], tuple[Records, int]]] = {
     "task": _task,
     "reasoning_gym": _reasoning_gym,
     "jsonl": _jsonl,
+    "environment": _environment,
 }
 
 

@@ -27,8 +27,19 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
             metrics[f"reward/task/{task}"] = float(
                 np.mean([s for s, t in zip(scores, trajectories, strict=True) if t.task == task])
             )
-    metrics |= _reference_kl(trajectories)
-    return metrics
+    return metrics | _turns(trajectories) | _reference_kl(trajectories)
+
+
+def _turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Of an environment's episodes: mean turns (runs of actions) and mean tokens that it wrote."""
+    masks = [t.action_mask for t in trajectories if t.token_rewards is not None]
+    if not masks:
+        return {}
+    starts = [np.diff(mask.astype(int), prepend=0) == 1 for mask in masks]
+    return {
+        "rollout/turns": float(np.mean([s.sum() for s in starts])),
+        "rollout/observation_tokens": float(np.mean([np.sum(~mask) for mask in masks])),
+    }
 
 
 def _reference_kl(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -116,9 +116,10 @@ class Telemetry:
         writer.add_histogram(
             f"histogram/{kind}/response_tokens", np.array([len(t.response_ids) for t in trajectories]), step
         )
-        advantages = [t.advantages[t.action_mask] for t in trajectories if t.advantages is not None]
-        if advantages and sum(map(len, advantages)):
-            writer.add_histogram(f"histogram/{kind}/advantages", np.concatenate(advantages), step)
+        for name in ("advantages", "value_targets"):
+            arrays = [x[t.action_mask] for t in trajectories if (x := getattr(t, name)) is not None]
+            if sum(map(len, arrays)):
+                writer.add_histogram(f"histogram/{kind}/{name}", np.concatenate(arrays), step)
 
 
 class Bar:

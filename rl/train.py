@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from rl import checkpoint, rewards
-from rl.algorithms import needs_old_logprobs, targets
+from rl.algorithms import needs_critic, needs_old_logprobs, targets
 from rl.checkpoint import DriverState
 from rl.cluster import Cluster, Pending
-from rl.config import Config, OptimizerConfig
+from rl.config import Config
+from rl.dynamic_sampling import dynamic_sampling
 from rl.learner import Stats
 from rl.losses import loss_weights
 from rl.prompts import PromptSource
@@ -56,28 +57,42 @@ class Run:
     policy_updates: int = 0
     critic_updates: int = 0
     tokens: int = 0
+    trained_tokens: int = 0
+    seconds: float = 0.0
 
 
 def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
     """One step: generate, score, judge, learn, synchronise. Returns the step's trajectories and metrics."""
     config, team, clock = run.config, run.team, Clock()
-    with clock("rollout"):
-        prompts = run.prompts.next(config.step.prompts_per_step)
-        batch = team.rollout.generate(prompts, config.step.samples_per_prompt, step=run.step)
-    with clock("reward"):
-        scores = rewards.score(run.score, batch)
-        batch = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
+    batch, sampled = collect(run, clock)
     with clock("judge"):
         batch = judge(team, batch, config)
-    learned = targets(batch, config.algorithm)
+    learned = targets(batch, config.algorithm, config.rollout.max_response_tokens)
     with clock("learn"):
         updates = learn(run, learned.trajectories)
     with clock("sync"):
         synced = sync_weights(run)
-    run.tokens += sum(len(t.response_ids) for t in batch)
     counted = {"prompts/dropped": float(run.prompts.dropped)} | peak_memory(team)
-    metrics = summarise(learned.trajectories) | learned.metrics | updates | synced | counted | clock.seconds
+    metrics = summarise(learned.trajectories) | sampled | learned.metrics | updates | synced | counted | clock.seconds
     return learned.trajectories, metrics
+
+
+def collect(run: Run, clock: Clock) -> tuple[list[Trajectory], dict[str, float]]:
+    """The step's scored trajectories: new prompts, and others in place of groups that teach nothing if configured."""
+    step, rounds = run.config.step, run.config.algorithm.dynamic_sampling_rounds
+
+    def draw(n: int) -> list[Trajectory]:
+        with clock("rollout"):
+            batch = run.team.rollout.generate(run.prompts.next(n), step.samples_per_prompt, step=run.step)
+        run.tokens += sum(t.actions for t in batch)
+        with clock("reward"):
+            scores = rewards.score(run.score, batch)
+        return [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
+
+    if not rounds:
+        return draw(step.prompts_per_step), {}
+    sampled = dynamic_sampling(draw, step.prompts_per_step, rounds)
+    return sampled.trajectories, {"grpo/groups_drawn": float(sampled.groups_drawn)}
 
 
 def judge(team: Team, batch: list[Trajectory], config: Config) -> list[Trajectory]:
@@ -106,12 +121,12 @@ def learn(run: Run, batch: Sequence[Trajectory]) -> dict[str, float]:
         for part in optimizer_steps(run, batch):
             if team.critic:
                 for _ in range(config.critic.updates_per_policy_update):
-                    factor = factor_of(run.critic_updates, config.critic.optimizer, config)
+                    factor = critic_lr_factor(run.critic_updates, config)
                     shares = shard(part, len(team.critic.actors))
                     critic.append(team.critic.start("update", per_rank=[(s, factor) for s in shares]))
                     run.critic_updates += 1
             if policy_moves:
-                factor = factor_of(run.policy_updates, config.policy.optimizer, config)
+                factor = policy_lr_factor(run.policy_updates, config)
                 shares = shard(part, len(team.policy.actors))
                 stats, norm = merged(team.policy.call("update", per_rank=[(s, factor) for s in shares]))
                 run.policy_updates += 1
@@ -121,13 +136,16 @@ def learn(run: Run, batch: Sequence[Trajectory]) -> dict[str, float]:
     for pending in critic:
         stats, norm = merged(pending.get())
         critic_stats, critic_norms = critic_stats.merge(stats), [*critic_norms, norm]
-    return (
-        policy_stats.means()
-        | critic_stats.means()
-        | ({"policy/grad_norm": float(np.mean(norms))} if norms else {})
-        | ({"critic/grad_norm": float(np.mean(critic_norms))} if critic_norms else {})
-        | {"policy/updates": float(len(norms)), "policy/lr": learning_rate(run, config.policy.optimizer)}
-    )
+    run.trained_tokens += int(policy_stats.sums.get("tokens", 0))
+    metrics = policy_stats.means() | critic_stats.means() | {"policy/updates": float(len(norms))}
+    metrics["policy/trained_tokens"] = float(run.trained_tokens)
+    if norms:
+        last = policy_lr_factor(run.policy_updates - 1, config)
+        metrics |= {"policy/grad_norm": float(np.mean(norms)), "policy/lr": config.policy.optimizer.lr * last}
+    if critic_norms:
+        last = critic_lr_factor(run.critic_updates - 1, config)
+        metrics |= {"critic/grad_norm": float(np.mean(critic_norms)), "critic/lr": config.critic.optimizer.lr * last}
+    return metrics
 
 
 def optimizer_steps(run: Run, batch: Sequence[Trajectory]) -> Iterator[list[Trajectory]]:
@@ -146,15 +164,20 @@ def optimizer_steps(run: Run, batch: Sequence[Trajectory]) -> Iterator[list[Traj
             yield weighted
 
 
-def factor_of(update: int, optimizer: OptimizerConfig, config: Config) -> float:
-    """Learning-rate factor of the optimizer step after `update` finished ones."""
-    total = config.run.steps * config.step.epochs * config.step.optimizer_steps
+def policy_lr_factor(update: int, config: Config) -> float:
+    """Learning-rate factor of the policy's optimizer step after `update` finished ones."""
+    warmup = config.critic.warmup_steps if needs_critic(config) else 0
+    steps = max(config.run.steps - warmup, 0) * config.step.epochs * config.step.optimizer_steps
+    optimizer = config.policy.optimizer
+    return lr_factor(update + 1, optimizer.warmup_steps, steps, optimizer.schedule)
+
+
+def critic_lr_factor(update: int, config: Config) -> float:
+    """The same of the critic's, which makes several updates for each of the policy's, and starts before it."""
+    steps = config.run.steps * config.step.epochs * config.step.optimizer_steps
+    total = steps * config.critic.updates_per_policy_update
+    optimizer = config.critic.optimizer
     return lr_factor(update + 1, optimizer.warmup_steps, total, optimizer.schedule)
-
-
-def learning_rate(run: Run, optimizer: OptimizerConfig) -> float:
-    """The policy's learning rate at its latest optimizer step."""
-    return optimizer.lr * factor_of(max(run.policy_updates - 1, 0), optimizer, run.config)
 
 
 def peak_memory(team: Team) -> dict[str, float]:
@@ -200,6 +223,8 @@ def save(run: Run, root: Path) -> None:
         policy_updates=run.policy_updates,
         critic_updates=run.critic_updates,
         tokens=run.tokens,
+        trained_tokens=run.trained_tokens,
+        seconds=run.seconds,
         rng=dict(run.rng.bit_generator.state),
     )
     checkpoint.save(root, state, run.team.learners, run.config.checkpoint.keep)
@@ -210,7 +235,8 @@ def restore(run: Run, path: Path) -> None:
     state = checkpoint.load(path, run.team.learners)
     run.prompts.load_state(state.prompts)
     run.rng.bit_generator.state = state.rng
-    run.step, run.tokens = state.step, state.tokens
+    run.step, run.seconds = state.step, state.seconds
+    run.tokens, run.trained_tokens = state.tokens, state.trained_tokens
     run.policy_updates, run.critic_updates = state.policy_updates, state.critic_updates
 
 
@@ -239,28 +265,39 @@ def train(config: Config) -> Path:
     return directory
 
 
+def finished(run: Run) -> bool:
+    """Whether no step is left: the configured number is done, or a budget is spent."""
+    budget = run.config.run.budget
+    spent = (
+        (budget.generated_tokens, run.tokens),
+        (budget.trained_tokens, run.trained_tokens),
+        (budget.seconds, run.seconds),
+    )
+    return run.step >= run.config.run.steps or any(limit is not None and used >= limit for limit, used in spent)
+
+
 def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
-    """Steps until the configured number, with evaluation, checkpoints and telemetry around them."""
+    """Steps until the run is finished, with evaluation, checkpoints and telemetry around them."""
     config, checkpoints = run.config, directory / "checkpoints"
     if config.run.resume and (found := checkpoint.complete(checkpoints)):
         restore(run, found[-1])
     sync_weights(run)
     if config.eval.every and run.step == 0:
         telemetry.log(0, *evaluate(run))
-    while run.step < config.run.steps:
-        start = time.perf_counter()
+    while not finished(run):
+        start, before = time.perf_counter(), run.tokens
         batch, metrics = train_step(run)
         run.step += 1
-        last = run.step == config.run.steps
         elapsed = time.perf_counter() - start
-        generated = sum(len(t.response_ids) for t in batch)
+        run.seconds += elapsed
+        last = finished(run)
         telemetry.log(
             run.step,
             batch,
             metrics
             | {
                 "time/step": elapsed,
-                "time/tokens_per_second": generated / elapsed,
+                "time/tokens_per_second": (run.tokens - before) / elapsed,
                 "rollout/tokens": run.tokens,
             },
         )

@@ -34,7 +34,8 @@ class Prompt:
 class Trajectory:
     """One sampled response and what is known of it; filled in by `dataclasses.replace` as the step goes on.
 
-    Arrays over the response have its length; `values` has one more entry: the value after the last token.
+    Arrays over the response have its length; `values` has one more entry: the value after the last token. Where an
+    environment wrote part of the response, `action_mask` is false there and `rollout_logprobs` 0.
     """
 
     prompt_index: int
@@ -49,6 +50,8 @@ class Trajectory:
     text: str = ""
     task: str = ""
     answer: str = ""
+    token_rewards: Float32[np.ndarray, " response"] | None = None
+    """What an environment paid, each turn's reward on the turn's last token; the score is their sum."""
     score: float | None = None
     old_logprobs: Float32[np.ndarray, " response"] | None = None
     reference_logprobs: Float32[np.ndarray, " response"] | None = None
@@ -149,7 +152,8 @@ def _check(t: Trajectory) -> None:
     where = f"trajectory (prompt {t.prompt_index}, sample {t.sample_index})"
     if not len(t.prompt_ids):
         raise ValueError(f"{where}: empty prompt, nothing predicts the first response token")
-    expected = dict.fromkeys(("action_mask", *PER_TOKEN), len(t.response_ids)) | {"values": len(t.response_ids) + 1}
+    expected = dict.fromkeys(("action_mask", "token_rewards", *PER_TOKEN), len(t.response_ids))
+    expected["values"] = len(t.response_ids) + 1
     for name, length in expected.items():
         array = getattr(t, name)
         if array is not None and len(array) != length:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -11,7 +12,7 @@ import numpy as np
 import ray
 
 from rl.config import Config
-from rl.trajectory import FinishReason
+from rl.trajectory import FinishReason, Prompt
 
 ATTEMPTS = 3
 """How often an aborted request is generated again before it is an error."""
@@ -24,8 +25,29 @@ class Request:
     prompt_ids: list[int]
     seed: int
     temperature: float
+    max_tokens: int
     full_distribution: bool = False
     """Sample from all tokens even where the run truncates (top_p, top_k)."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """What the requests of one call of the pool have in common."""
+
+    run_seed: int
+    step: int
+    temperature: float
+
+    def request(self, prompt: Prompt, sample: int, room: int, response: Sequence[int] = (), turn: int = 0) -> Request:
+        """The request for at most `room` tokens after the prompt and what there is of the response."""
+        seed = request_seed(self.run_seed, self.step, prompt.index, sample, turn)
+        return Request([*prompt.ids.tolist(), *response], seed, self.temperature, room)
+
+
+def request_seed(run_seed: int, step: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
+    """Sampling seed of one request: what it is asked for decides, not which engine answers."""
+    text = f"{run_seed}/{step}/{prompt_index}/{sample_index}" + (f"/{turn}" if turn else "")
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
 
 
 @dataclass(frozen=True)
@@ -119,11 +141,11 @@ class Engine:
         """The actor's process, for tests that kill it."""
         return os.getpid()
 
-    def generate(self, requests: list[Request], max_tokens: int | None = None) -> list[Sample]:
+    def generate(self, requests: list[Request]) -> list[Sample]:
         """One sample per request, in their order. Raises RuntimeError for requests that keep being aborted."""
-        return complete(lambda missing: self._generate(missing, max_tokens), requests)
+        return complete(self._generate, requests)
 
-    def _generate(self, requests: list[Request], max_tokens: int | None) -> list[Sample | None]:
+    def _generate(self, requests: list[Request]) -> list[Sample | None]:
         from vllm import SamplingParams
 
         r = self.config.rollout
@@ -132,14 +154,22 @@ class Engine:
                 temperature=q.temperature,
                 top_p=1.0 if q.full_distribution else r.top_p,
                 top_k=0 if q.full_distribution else r.top_k,
-                max_tokens=max_tokens or r.max_response_tokens,
+                max_tokens=q.max_tokens,
                 seed=q.seed,
                 logprobs=0,
+                detokenize=False,
             )
             for q in requests
         ]
         prompts: Any = [{"prompt_token_ids": q.prompt_ids} for q in requests]
-        return [sample_of(o) for o in self.llm.generate(prompts, parameters, use_tqdm=False)]
+        outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
+        tokenizer: Any = self.llm.get_tokenizer()
+        for o in outputs:
+            # Once for the whole response: vLLM's own way decodes token by token, and each sampled token again.
+            o.outputs[0].text = tokenizer.decode(
+                o.outputs[0].token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+            )
+        return [sample_of(o) for o in outputs]
 
     def update_weights(self, weights: dict[str, Any], version: int) -> str:
         """Load weights (names of the checkpoint) in place; returns the checksum of what vLLM's worker received.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -13,17 +14,16 @@ import torch
 
 from rl.cluster import get
 from rl.config import Config
+from rl.environments import opener
 from rl.trajectory import Prompt, Trajectory
-from rollout.engine import Engine, Request, Sample, environment
+from rollout import episodes
+from rollout.engine import Engine, Request, Sample, Sampling, environment
 from rollout.weights import check_fit, checksum, expected_shapes
 
 PROBE_TOKENS = 8
 
-
-def request_seed(run_seed: int, step: int, prompt_index: int, sample_index: int) -> int:
-    """Sampling seed of one request: what it is asked for decides, not which engine answers."""
-    text = f"{run_seed}/{step}/{prompt_index}/{sample_index}"
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") >> 1
+Shares = list[list[tuple[Prompt, int]]]
+"""For each engine the prompts and sample numbers that are its to answer."""
 
 
 def split(prompts: Sequence[Prompt], engines: int) -> list[list[int]]:
@@ -73,22 +73,44 @@ class RolloutPool:
     ) -> list[Trajectory]:
         """`samples` trajectories of every prompt, in the order (prompt, sample), whoever finishes first.
 
-        `step` enters the sampling seeds. Raises `WorkerFailure`.
+        Where the prompts are an environment's, each is an episode played to its end. `step` enters the sampling
+        seeds. Raises `WorkerFailure`, and `EnvironmentFailure`.
         """
-        config, shares = self.config, split(prompts, len(self.engines))
-        t = config.rollout.temperature if temperature is None else temperature
+        t = self.config.rollout.temperature if temperature is None else temperature
+        # (position, sample) of every trajectory, engine by engine.
+        shares = [[(i, s) for i in share for s in range(samples)] for share in split(prompts, len(self.engines))]
+        finish = self._play if self.config.prompts.source == "environment" else self._answer
+        asked = [[(prompts[i], s) for i, s in share] for share in shares]
+        found = finish(asked, Sampling(self.config.run.seed, step, t))
+        by_position = dict(zip(chain(*shares), found, strict=True))
+        return [by_position[i, s] for i in range(len(prompts)) for s in range(samples)]
 
-        def request(prompt: Prompt, sample: int) -> Request:
-            return Request(prompt.ids.tolist(), request_seed(config.run.seed, step, prompt.index, sample), t)
+    def _answer(self, shares: Shares, sampling: Sampling) -> list[Trajectory]:
+        """One response to each prompt, in the shares' order."""
+        room = self.config.rollout.max_response_tokens
+        samples = self._ask([[sampling.request(prompt, s, room) for prompt, s in share] for share in shares])
+        return [self._trajectory(p, s, sample) for (p, s), sample in zip(chain(*shares), chain(*samples), strict=True)]
 
-        refs = [
-            e.generate.remote([request(prompts[i], s) for i in share for s in range(samples)])
-            for e, share in zip(self.engines, shares, strict=True)
-        ]
-        found: dict[tuple[int, int], Sample] = {}
-        for share, results in zip(shares, get(refs, self.names), strict=True):
-            found |= dict(zip([(i, s) for i in share for s in range(samples)], results, strict=True))
-        return [self._trajectory(p, s, found[i, s]) for i, p in enumerate(prompts) for s in range(samples)]
+    def _play(self, shares: Shares, sampling: Sampling) -> list[Trajectory]:
+        """One episode from each prompt, in the shares' order."""
+        start = opener(self.config.prompts)
+        playing = [[episodes.begin(start, prompt, s) for prompt, s in share] for share in shares]
+        episodes.play(playing, self.config.rollout, sampling, self._ask, self._encode)
+        return [e.trajectory(self.version) for e in chain(*playing)]
+
+    def _ask(self, requests: list[list[Request]]) -> list[list[Sample]]:
+        """The samples of each engine's requests, from all engines at once."""
+        refs = [e.generate.remote(r) for e, r in zip(self.engines, requests, strict=True)]
+        return get(refs, self.names)
+
+    def _encode(self, text: str) -> list[int]:
+        return self._tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    @cached_property
+    def _tokenizer(self) -> Any:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer.from_pretrained(self.config.policy.path)
 
     def _trajectory(self, prompt: Prompt, index: int, sample: Sample) -> Trajectory:
         return Trajectory(
@@ -122,6 +144,7 @@ class RolloutPool:
 
     def probe(self, prompt: Prompt) -> list[Trajectory]:
         """A few tokens from every engine on the same prompt, to hold its log-probabilities to the trainer's."""
-        request = Request(prompt.ids.tolist(), 0, self.config.rollout.temperature, full_distribution=True)
-        results = get([e.generate.remote([request], PROBE_TOKENS) for e in self.engines], self.names)
+        t = self.config.rollout.temperature
+        request = Request(prompt.ids.tolist(), 0, t, PROBE_TOKENS, full_distribution=True)
+        results = self._ask([[request] for _ in self.engines])
         return [self._trajectory(prompt, i, samples[0]) for i, samples in enumerate(results)]

@@ -16,12 +16,12 @@ class WeightMismatch(ValueError):
 
 def checksum(named: Iterable[tuple[str, torch.Tensor]]) -> str:
     """Fingerprint of names, dtypes, shapes and bytes, whatever their order."""
-    digest = hashlib.blake2b(digest_size=16)
+    digest = hashlib.sha256()  # in hardware on current processors: twice as fast there as blake2b
     for name, tensor in sorted(named, key=lambda item: item[0]):
         t = tensor.detach().cpu().contiguous()
         digest.update(f"{name} {t.dtype} {tuple(t.shape)};".encode())
         digest.update(t.flatten().view(torch.uint8).numpy().data)
-    return digest.hexdigest()
+    return digest.hexdigest()[:32]
 
 
 def expected_shapes(path: str) -> dict[str, tuple[int, ...]]:

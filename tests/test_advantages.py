@@ -157,6 +157,12 @@ def test_responses_without_actions(mask):
     assert [len(a) for a in adv.whiten([advantages], [mask])] == [n]
 
 
+def test_overlong_penalty_falls_over_the_buffer():
+    tokens = [0, 60, 80, 85, 90, 100, 130]
+    assert [adv.overlong_penalty(n, 100, 20) for n in tokens] == pytest.approx([0, 0, 0, -0.25, -0.5, -1, -1])
+    assert adv.overlong_penalty(100, 100, 0) == 0
+
+
 def test_worked_value_9_kl_penalty_and_score():
     kl, mask = np.array([0.1, 0.2, 0.3]), all_actions(3)
     rewards = adv.place_rewards(1.0, mask) + adv.per_token_kl_rewards(kl, mask, 0.05)

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from rl.algorithms import needs_critic, needs_old_logprobs, targets, token_rewards
+from rl import algorithms
+from rl.algorithms import needs_critic, needs_old_logprobs
 from rl.config import AlgorithmConfig, Config, KLConfig
 from rl.trajectory import Trajectory
 
@@ -26,6 +27,17 @@ def trajectory(index: int = 0, sample: int = 0, n: int = 3, **fields) -> Traject
         values=np.zeros(n + 1, np.float32),
     )
     return replace(base, **fields)
+
+
+BUDGET = 8
+
+
+def targets(batch, a):
+    return algorithms.targets(batch, a, BUDGET)
+
+
+def token_rewards(t, a):
+    return algorithms.token_rewards(t, a, BUDGET)
 
 
 CUT = trajectory(finish_reason="length", values=np.array([0.5, 0.4, 0.3, 0.3], np.float32))
@@ -87,6 +99,30 @@ def test_whitening_is_over_the_step_and_policy_and_critic_have_their_own_lambda(
     assert tokens.mean() == pytest.approx(0, abs=1e-6)
     assert tokens.std() == pytest.approx(1, abs=1e-6)
     np.testing.assert_allclose(result[0].value_targets, 1.0, atol=1e-6)  # lambda 1: the return itself
+
+
+@pytest.mark.parametrize("name", ["ppo", "grpo"])
+def test_a_response_near_the_budget_is_paid_less_and_its_score_is_not_touched(name):
+    a = AlgorithmConfig(name=name, whiten=False, normalize_std=False, overlong_buffer=4, overlong_penalty=0.5)
+    batch = [trajectory(0, i, n, score=1.0) for i, n in enumerate([4, 6, 8])]
+    assert [token_rewards(t, a)[-1] for t in batch] == pytest.approx([1, 0.75, 0.5])
+    learned = targets(batch, a).trajectories
+    assert [t.score for t in learned] == [1, 1, 1]
+    expected = [1, 0.75, 0.5] if name == "ppo" else [0.25, 0, -0.25]
+    assert [t.advantages[-1] for t in learned] == pytest.approx(expected)
+
+
+def test_an_empty_response_is_shaped_like_any_other():
+    a = AlgorithmConfig(name="grpo", whiten=False, normalize_std=False, overlong_buffer=BUDGET)
+    learned = targets([trajectory(0, 0, 0, score=1.0), trajectory(0, 1, 4, score=1.0)], a).trajectories
+    assert learned[1].advantages[0] == pytest.approx(-0.25)
+
+
+def test_the_spread_is_of_the_advantages_that_the_policy_sees():
+    batch = [trajectory(i, 0, n, score=s) for i, (n, s) in enumerate([(3, 1.0), (5, 0.0), (2, 4.0)])]
+    metrics = targets(batch, AlgorithmConfig()).metrics
+    assert metrics["advantages/mean"] == pytest.approx(0, abs=1e-6)
+    assert metrics["advantages/std"] == pytest.approx(1, abs=1e-6)
 
 
 def test_empty_responses_and_observations_are_left_alone():

@@ -123,11 +123,13 @@ def test_a_dead_worker_is_one_line_and_exit_1_and_its_traceback_is_kept(experime
 
 def test_what_only_the_start_can_tell_is_the_users_mistake_too(experiment, training, capsys):
     from rl.cluster import ClusterTooSmall
+    from rl.environments import EnvironmentFailure
     from rl.rewards import RewardError
 
     for error in (
         ClusterTooSmall("the run wants 9 CPU"),
         RewardError("reward f raised"),
+        EnvironmentFailure("environment games:make, episode 4: step 2 raised ValueError: no"),
         ConfigError("prompts.path: no"),
     ):
         training(raises(error))

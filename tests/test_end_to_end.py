@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
+import shutil
 import signal
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import rl.train
@@ -128,16 +130,80 @@ def test_resume_is_the_run_that_was_not_interrupted(base, finished, tmp_path):
         assert scalars(run, tag)[2] == pytest.approx(scalars(whole, tag)[2], rel=1e-4, abs=1e-7), tag
 
 
-def test_grpo_places_no_critic(base, tmp_path, monkeypatch):
-    placed = []
-    original = Cluster.options
-    monkeypatch.setattr(Cluster, "options", lambda self, role: placed.append(role) or original(self, role))
-    config = configured(base, tmp_path, algorithm__name="grpo", algorithm__whiten=False, run__steps=1)
-    # Truncated sampling on the way: the probe after a sync must not be truncated, or no run could start.
+@pytest.fixture(scope="module")
+def grpo(base, tmp_path_factory):
+    """One step at learning rate 0, dropout in the model's config; the roles that were placed, and the metrics.
+
+    Truncated sampling on the way: the probe after a sync must not be truncated, or no run could start.
+    """
+    root, placed = tmp_path_factory.mktemp("grpo"), []
+    config = configured(base, root, algorithm__name="grpo", algorithm__whiten=False, run__steps=1)
+    config.policy.path = str(shutil.copytree(base.policy.path, root / "model"))
+    model = json.loads((root / "model" / "config.json").read_text())
+    (root / "model" / "config.json").write_text(json.dumps(model | {"attention_dropout": 0.5}))
+    config.policy.optimizer.lr = 0.0
     config.rollout.top_p, config.rollout.allow_truncated_sampling = 0.5, True
-    run = train(config)
+    config.algorithm.dynamic_sampling_rounds = 1
+    original = Cluster.options
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Cluster, "options", lambda self, role: placed.append(role) or original(self, role))
+        run = train(config)
+    return placed, steps_of(run)[0]
+
+
+def steps_of(run):
+    """Metrics of every training step."""
+    records = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [r for r in records if "reward/mean" in r]
+
+
+def test_grpo_places_no_critic(grpo):
+    placed, metrics = grpo
     assert placed == ["rollout", "policy"]
-    assert "grpo/zero_variance_groups" in json.loads((run / "metrics.jsonl").read_text().splitlines()[1])
+    assert not [name for name in metrics if "critic" in name]
+
+
+def test_groups_are_drawn_anew_and_counted(grpo):
+    _, metrics = grpo
+    assert 4 <= metrics["grpo/groups_drawn"] <= 8
+    if metrics["grpo/zero_variance_groups"]:
+        assert metrics["grpo/groups_drawn"] > 4
+    # What was drawn in vain was generated all the same.
+    assert metrics["rollout/tokens"] >= metrics["grpo/groups_drawn"] * 2
+
+
+def test_at_learning_rate_0_the_ratio_stays_1_over_epochs(grpo):
+    _, metrics = grpo
+    assert metrics["policy/updates"] == 4
+    assert metrics["policy/ratio_min"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/ratio_max"] == pytest.approx(1, abs=1e-5)
+    assert metrics["policy/clip_fraction"] == 0
+
+
+def test_sao_warms_the_critic_up_while_the_policy_stands_still(base, tmp_path, monkeypatch):
+    """One step of warm-up, then one in which a tight target KL ends the policy's epochs but not the critic's."""
+    config = configured(base, tmp_path, algorithm__name="sao", algorithm__policy_loss="dis")
+    config.algorithm.lambda_policy, config.algorithm.target_kl = "adaptive", 1e-7
+    config.critic.updates_per_policy_update, config.critic.warmup_steps = 2, 1
+    config.step.prompts_per_step, config.step.samples_per_prompt = 8, 1
+    states, original = [], rl.train.train_step
+
+    def observed(run):
+        before = run.team.policy.call("weights")[0]
+        result = original(run)
+        after = run.team.policy.call("weights")[0]
+        states.append((all(torch.equal(before[k], after[k]) for k in before), run.critic_updates, run.policy_updates))
+        return result
+
+    monkeypatch.setattr(rl.train, "train_step", observed)
+    first, second = steps_of(train(config))
+    assert states[0] == (True, 8, 0)
+    assert (first["policy/updates"], "policy/loss" in first, first["critic/loss"] > 0) == (0, False, True)
+    still, critic_updates, policy_updates = states[1]
+    assert not still
+    assert critic_updates == 16
+    assert policy_updates == second["policy/updates"] == 2  # at the first, the policy is the rollout's own
+    assert second["policy/trained_tokens"] < second["rollout/response_tokens"] * 8 * 2
 
 
 def test_a_dead_actor_ends_the_run_with_its_name_and_loses_nothing(base, tmp_path, monkeypatch):

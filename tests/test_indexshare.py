@@ -198,6 +198,22 @@ def test_forward_and_gradient_equal_transformers_eager(form: str, dtype: torch.d
     assert (run(install(tiny(dtype, topk=1000), form), [length])[0] - want[0]).norm() / want[0].norm() > 1e-2
 
 
+@pytest.mark.usefixtures("stable_transformers")
+@pytest.mark.parametrize("form", ["masked", "gather"])
+def test_as_many_keys_as_tokens_is_dense_attention(form: str) -> None:
+    """transformers' attention with its indexer taken out of the sum: every query is given every key."""
+    model, length = tiny(torch.float64, topk=60), 60
+    everything = torch.arange(length, dtype=torch.int32).expand(1, length, length)
+    for layer in model.model.layers:
+        if layer.self_attn.indexer is not None:
+            layer.self_attn.indexer.forward = lambda *_, **__: everything
+    ids = packed([length])[0]
+    want = finish(model, model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0])
+    want = (want[0], {n: g.clone() for n, g in want[1].items()})
+    for topk in (60, 1000):
+        assert_close(run(install(tiny(torch.float64, topk), form), [length]), want, 1e-6)
+
+
 @pytest.mark.parametrize("form", ["masked", "gather"])
 def test_packed_equals_separate(form: str) -> None:
     lengths = [40, 7, 133, 1, 40]
@@ -238,8 +254,10 @@ def test_checkpointing_changes_nothing(form: str, reentrant: bool) -> None:
 
 
 def test_the_form_follows_the_context_per_selected_key() -> None:
-    assert not prefers_gather((0, 410, 820), 32)
-    assert prefers_gather((0, 4096), 32)
+    assert not prefers_gather((0, 250, 500), 32)
+    assert prefers_gather((0, 260, 520), 32)
+    # The micro-batch as a whole decides: one long trajectory among short ones.
+    assert prefers_gather((0, 100, 200, 1200), 32)
 
 
 def test_wrong_calls_say_how_to_call() -> None:
@@ -249,6 +267,12 @@ def test_wrong_calls_say_how_to_call() -> None:
         model(input_ids=ids[None], use_cache=False)
     with pytest.raises(ValueError, match="GlmMoeDsa"):
         install(torch.nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="index_topk: 0 given, must be at least 1"):
+        install(tiny(torch.float32, topk=0))
+    contradicting = tiny(torch.float32)
+    contradicting.config.index_topk_pattern = "FFFFFF"
+    with pytest.raises(ValueError, match="index_topk_pattern says FFFFFF, indexer_types says FFSSSF"):
+        install(contradicting)
 
 
 # ------------------------------------------------------------------------------------------------

@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import multiprocessing as mp
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
-from rl.config import ClusterConfig, DeepSpeedConfig, OptimizerConfig
+from rl.config import (
+    AlgorithmConfig,
+    ClusterConfig,
+    CriticConfig,
+    DeepSpeedConfig,
+    OptimizerConfig,
+    PolicyConfig,
+)
 from rl.learner import Learner, Stats, disable_dropout, free_port, init_process_group, token_stats
 from rl.trajectory import Batch, Trajectory, shard
 
@@ -96,6 +104,108 @@ def test_update_is_the_same_for_any_split(whole, stage, ranks, tokens):
     assert norm == pytest.approx(whole[2], rel=1e-5)
     assert stats.means() == pytest.approx(whole[1].means(), rel=1e-6)
     assert stats.sums["tokens"] == sum(t.actions for t in UNEVEN)
+
+
+def real_gradients(rank, ranks, port, path, cases):
+    """One optimizer step over `UNEVEN` for each (role, deepspeed, tokens): every parameter's gradient, and the stats.
+
+    Adam's first moment after one step is the gradient times 1 - beta; its update itself would hide the gradient's size.
+    """
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    init_process_group(rank, ranks, "127.0.0.1", port, ClusterConfig())
+    results = []
+    for role, ds, tokens in cases:
+        torch.manual_seed(0)
+        module, loss = real_policy(path) if role == "policy" else real_critic(path)
+        learner = Learner(module, OptimizerConfig(lr=1e-6, betas=[0.5, 0.9], max_grad_norm=1e9), ds, tokens)
+        stats, _ = learner.step(shard(UNEVEN, ranks)[rank], loss, 1.0)
+        trained = [(name, p) for name, p in learner.module.named_parameters() if p.requires_grad]
+        moments = {name: safe_get_full_optimizer_state(p, "exp_avg") for name, p in trained}
+        results.append(({name: 2 * m.float().numpy() for name, m in moments.items()}, stats))
+    return results
+
+
+def real_policy(path):
+    from policy.model import build
+    from policy.worker import policy_loss
+
+    config = AlgorithmConfig()
+    return build(PolicyConfig(path=path), 1.0), lambda module, batch: policy_loss(config, batch, *module(batch))
+
+
+def real_critic(path):
+    from critic.model import build
+
+    def loss(module, batch):
+        values, *_ = module(batch)
+        squares = (values - batch.fields["advantages"]) ** 2
+        return (squares * batch.action_mask * batch.loss_weights).sum(), token_stats(batch.action_mask, {"l": squares})
+
+    module = build(CriticConfig(), path)
+    nn.init.normal_(module.head.weight)  # at zero, where it starts, the backbone has no gradient
+    return module, loss
+
+
+def test_the_real_models_gradients_are_the_same_for_any_split(tiny_policy_dir):
+    """One rank with everything in one pack, against two gloo ranks under ZeRO 2 and 3 with small micro-batches."""
+    path, roles = str(tiny_policy_dir), ("policy", "critic")
+    splits = [(2, 1), (3, 12)]
+    (whole,) = on_ranks(1, real_gradients, path, [(role, DeepSpeedConfig(), 1000) for role in roles])
+    cases = [(role, DeepSpeedConfig(zero_stage=z, ranks=2), n) for role in roles for z, n in splits]
+    first, second = on_ranks(2, real_gradients, path, cases)
+    for i, (gradients, stats) in enumerate(first):
+        expected, expected_stats = whole[i // len(splits)]
+        largest = max(np.abs(g).max() for g in expected.values())
+        assert sum(np.abs(g).max() > 1e-3 * largest for g in expected.values()) > 20
+        assert gradients.keys() == expected.keys()
+        for name, g in expected.items():
+            np.testing.assert_allclose(gradients[name], g, atol=1e-5 * largest, err_msg=str((cases[i], name)))
+        assert stats.merge(second[i][1]).means() == pytest.approx(expected_stats.means(), rel=1e-4, abs=1e-6)
+
+
+class Counted(Toy):
+    passes = 0
+
+    def forward(self, batch: Batch) -> torch.Tensor:
+        self.passes += 1
+        return super().forward(batch)
+
+
+ANNOUNCED = {
+    "one pack": (1000, 6, 2),  # the step's own pass is the first one; the other comes after the step
+    "six packs": (9, 6, 18),  # are not kept
+    "another step": (1000, 5, 3),  # than the one announced
+}
+"""Tokens of a micro-batch, trajectories of the step, passes that both together cost with the one after."""
+
+
+def announced_steps(rank, ranks, port):
+    """A pass over all trajectories, then the step over some in another order: what came of it, announced and not."""
+    init_process_group(rank, ranks, "127.0.0.1", port, ClusterConfig())
+    before = [replace(t, advantages=None) for t in UNEVEN]
+    results = {}
+    for name, (tokens, scored, _) in ANNOUNCED.items():
+        for then_step in (True, False):
+            learner = Learner(Counted(), OptimizerConfig(lr=0.05), DeepSpeedConfig(), tokens)
+            seen = learner.forward(before, lambda m, b: m(b).numpy(), then_step=then_step)
+            stats, norm = learner.step(UNEVEN[:scored][::-1], loss, 1.0)
+            again = learner.forward(UNEVEN, lambda m, b: m(b).numpy())
+            weights = [v.numpy() for v in learner.state_dict().values()]
+            arrays = [np.concatenate(seen), np.concatenate(again), *weights]
+            results[name, then_step] = stats.means() | {"norm": norm}, arrays, learner.module.passes
+    return results
+
+
+def test_a_pass_that_the_step_repeats_is_computed_once():
+    (results,) = on_ranks(1, announced_steps)
+    for name, (_, _, passes) in ANNOUNCED.items():
+        metrics, arrays, count = results[name, True]
+        plain_metrics, plain_arrays, _ = results[name, False]
+        assert count == passes, name
+        assert metrics == pytest.approx(plain_metrics, rel=1e-6)
+        for a, b in zip(arrays, plain_arrays, strict=True):
+            np.testing.assert_allclose(a, b, atol=2e-6)
 
 
 def test_clipped_gradient_moves_the_weights_by_no_more():

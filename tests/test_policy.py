@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from critic.model import build as build_critic
+from indexshare.schedule import Schedule
 from policy.model import PolicyModel, build, plain_state_dict
 from policy.worker import policy_loss
 from rl.config import AlgorithmConfig, CriticConfig, LoraConfig, PolicyConfig
@@ -77,8 +78,8 @@ def folders(tmp_path_factory):
         index_topk=8,
         index_head_dim=16,
         index_n_heads=2,
-        indexer_types=["full", "full", "shared", "shared"],
         attention_dropout=0.3,
+        **Schedule.from_pattern("FFSS").config_fields(),
     )
     GlmMoeDsaForCausalLM(glm).save_pretrained(root / "glm")
     return {"llama": str(root / "llama"), "glm": str(root / "glm")}
@@ -187,6 +188,27 @@ def test_weights_have_the_names_of_the_checkpoint(folders, kind):
     with safe_open(f"{folders[kind]}/model.safetensors", "pt") as f:
         assert set(f.keys()) == set(weights)
         assert all(torch.equal(f.get_tensor(k), w) for k, w in weights.items())
+
+
+def test_dis_compares_with_the_rollout_and_mismatch_with_the_trainer(folders):
+    """However far the policy has moved, DIS has no old policy; the engine is held to the trainer's own numbers."""
+    model = build(PolicyConfig(path=folders["glm"]), 1.0)
+    batch = pack(PACK)
+    logprobs, entropy = model(batch)
+    _, stats = policy_loss(AlgorithmConfig(policy_loss="dis", dis_low=1, dis_high=1e6), batch, logprobs, entropy)
+    gap = (logprobs - batch.fields["rollout_logprobs"]).detach()[batch.action_mask].double()
+    means = stats.means()
+    assert means["policy/ratio_max"] == pytest.approx(float(gap.exp().max()), rel=1e-5)
+    assert means["kl/old"] == pytest.approx(float((gap.exp() - 1 - gap).mean()), rel=1e-4)
+    assert means["mismatch/max_abs"] == pytest.approx(float(gap.abs().max()), rel=1e-5)
+    old = [t.rollout_logprobs for t in PACK]
+    _, stats = policy_loss(
+        AlgorithmConfig(policy_loss="dis"),
+        pack([replace(t, old_logprobs=o) for t, o in zip(PACK, old, strict=True)]),
+        logprobs,
+        entropy,
+    )
+    assert stats.means()["mismatch/max_abs"] == 0
 
 
 def test_the_first_update_has_ratio_one_with_dropout_in_the_config(folders):

@@ -20,15 +20,15 @@ import torch
 from conftest import INDEX_TOPK, character_tokenizer
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GlmMoeDsaConfig, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer, GlmMoeDsaConfig, LlamaConfig, LlamaForCausalLM
 from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import GlmMoeDsaIndexer
 
 from rl.cluster import WorkerFailure, worker_environment
 from rl.config import Config
 from rl.summary import summarise
 from rl.trajectory import Prompt, Trajectory
-from rollout.engine import Request, Sample, complete, sample_of
-from rollout.pool import RolloutPool, request_seed, split
+from rollout.engine import Request, Sample, complete, request_seed, sample_of
+from rollout.pool import RolloutPool, split
 from rollout.vllm_plugin.native import fits_native_kernels
 from rollout.weights import WeightMismatch, checksum, expected_shapes
 
@@ -140,8 +140,8 @@ def test_prefix_cache_is_used(engine: RolloutPool) -> None:
     """Without it the parity above would not have tested it."""
     (actor,) = engine.engines
     again = prompts([440], seed=7)[0].ids.tolist()
-    request = Request(again, seed=0, temperature=1.0)
-    first, second = (ray.get(actor.generate.remote([request], 1))[0].cached_tokens for _ in range(2))
+    request = Request(again, seed=0, temperature=1.0, max_tokens=1)
+    first, second = (ray.get(actor.generate.remote([request]))[0].cached_tokens for _ in range(2))
     assert first == 0
     assert second >= 384
 
@@ -289,6 +289,8 @@ def test_order_seeds_and_number_of_engines(engine: RolloutPool, pair: RolloutPoo
     for x, y in zip(one, two, strict=True):
         assert np.array_equal(x.response_ids, y.response_ids)
         assert np.abs(x.rollout_logprobs - y.rollout_logprobs).max() < 1e-4
+    tokenizer = AutoTokenizer.from_pretrained(engine.config.policy.path)
+    assert [t.text for t in one] == [tokenizer.decode(t.response_ids, skip_special_tokens=True) for t in one]
     texts = {t.text for t in one}
     assert len(texts) == len(one)
     assert not texts & {t.text for t in engine.generate(asked, 3, step=5)}
@@ -370,7 +372,7 @@ def test_aborted_requests_are_generated_again_and_keep_their_place() -> None:
         return [sample_of(output(r, [q.seed], [{q.seed: -1.0}])) for r, q in zip(reasons, requests, strict=True)]
 
     def requests(*seeds: int) -> list[Request]:
-        return [Request([3], seed, 1.0) for seed in seeds]
+        return [Request([3], seed, 1.0, 1) for seed in seeds]
 
     assert [s.ids.tolist() for s in complete(generate, requests(0, 1, 2))] == [[0], [1], [2]]
     assert asked == [[0, 1, 2], [1]]

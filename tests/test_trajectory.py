@@ -137,6 +137,8 @@ def test_what_pack_refuses():
         pack([trajectory([1], [2]), trajectory([], [3], index=7)])
     with pytest.raises(ValueError, match="advantages has 1 entries, must have 2"):
         pack([trajectory([1], [2, 3], advantages=np.zeros(1, np.float32))])
+    with pytest.raises(ValueError, match="token_rewards has 3 entries, must have 2"):
+        pack([trajectory([1], [2, 3], token_rewards=np.zeros(3, np.float32))])
     with pytest.raises(ValueError, match="values has 2 entries, must have 3"):
         pack([trajectory([1], [2, 3], values=np.zeros(2, np.float32))])
     # Dropped for all, the policy loss would take itself for on-policy.

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
 import math
 from collections.abc import Callable, Sequence
 
-from rl.config import ConfigError
+from rl import naming
 from rl.trajectory import Trajectory
 
 Reward = Callable[[Sequence[Trajectory]], Sequence[float]]
@@ -18,16 +17,7 @@ class RewardError(RuntimeError):
 
 def resolve(name: str) -> Reward:
     """The function that `module:function` names. Raises ConfigError."""
-    module, _, function = name.partition(":")
-    if not module or not function:
-        raise ConfigError(f"reward.function: {name!r} given, must be `module:function`")
-    try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(f"reward.function: {name!r} given, must name a function: {error}") from error
-    if not callable(found):
-        raise ConfigError(f"reward.function: {name!r} given, must name a function: it is a {type(found).__name__}")
-    return found
+    return naming.function("reward.function", name)
 
 
 def score(function: Reward, trajectories: Sequence[Trajectory]) -> list[float]:

@@ -1,0 +1,152 @@
+"""The frozen part of a critic: a backbone, or its lower layers, without gradient and paid for once per step."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from critic.trunk_cache import StateCache
+from rl.backbone import hidden_states
+from rl.config import ConfigError
+from rl.trajectory import Batch
+
+
+@dataclass(frozen=True)
+class Span:
+    """A trajectory of a pack: its tokens [begin, end), of which the last `responses` + 1 have values."""
+
+    begin: int
+    end: int
+    responses: int
+
+
+def spans(batch: Batch) -> list[Span]:
+    """The trajectories of a pack, in order."""
+    ends = [last + 1 for last in batch.last.tolist()]
+    responses = torch.bincount(batch.trajectory, minlength=len(ends)).tolist()
+    return [Span(b, e, r) for b, e, r in zip([0, *ends[:-1]], ends, responses, strict=True)]
+
+
+class FrozenTrunk:
+    """Hidden states of a frozen backbone, each trajectory's computed once until `new_step`.
+
+    Deliberately no `nn.Module`: it stands outside the module that DeepSpeed trains, shards and saves. States are
+    remembered by what they are a function of, the token ids, so that a hit can never be another trajectory's.
+    """
+
+    def __init__(self, backbone: nn.Module, cache: StateCache, *, every_token: bool = False) -> None:
+        self.backbone = backbone.requires_grad_(False).eval()
+        self.cache = cache
+        self.every_token = every_token
+        """Whether all tokens' states are wanted, or only those at which values are read."""
+        self.forwards = 0
+        """Trajectories that went through the backbone, ever."""
+
+    def new_step(self) -> None:
+        """Forget the last step's states."""
+        self.cache.clear()
+
+    def states(self, batch: Batch) -> Float[Tensor, "rows hidden"]:
+        """States of a pack's trajectories end to end.
+
+        Of each trajectory all tokens, or those before every response token and after the last: responses + 1 rows.
+        """
+        every = spans(batch)
+        ids = batch.ids.cpu().numpy()
+        keys = [hashlib.blake2b(ids[s.begin : s.end].tobytes() + b"%d" % s.responses).digest() for s in every]
+        found = [self.cache.get(key) for key in keys]
+        missing = [j for j, states in enumerate(found) if states is None]
+        if missing:
+            for j, states in zip(missing, self._forward(batch, [every[j] for j in missing]), strict=True):
+                self.cache.put(keys[j], states)
+                found[j] = states
+        return torch.cat([s.to(batch.ids.device) for s in found if s is not None])
+
+    @torch.no_grad()
+    def _forward(self, batch: Batch, wanted: Sequence[Span]) -> list[Tensor]:
+        """The backbone over some trajectories of a pack; one tensor of rows for each."""
+        self.forwards += len(wanted)
+        device = batch.ids.device
+        tokens = torch.cat([torch.arange(s.begin, s.end, device=device) for s in wanted])
+        lengths = [s.end - s.begin for s in wanted]
+        starts = torch.tensor([0, *lengths], device=device).cumsum(0)[:-1]
+        part = replace(
+            batch,
+            ids=batch.ids[tokens],
+            position_ids=batch.position_ids[tokens],
+            seq_start=starts.repeat_interleave(torch.tensor(lengths, device=device)),
+            last=torch.tensor(lengths, device=device).cumsum(0) - 1,
+        )
+        hidden = hidden_states(self.backbone, part).split(lengths)
+        return [h if self.every_token else h[-1 - s.responses :] for h, s in zip(hidden, wanted, strict=True)]
+
+
+class _Given(nn.Module):
+    """Stands for the embeddings of a backbone's upper layers: answers with the states of the layers below."""
+
+    states: Tensor
+
+    def forward(self, _: Tensor) -> Tensor:
+        return self.states[None]
+
+
+def cut(backbone: Any, layer: int) -> tuple[nn.Module, nn.Module]:
+    """A backbone as its layers below `layer`, and from there on with the last norm. They share its weights.
+
+    Raises ConfigError for a backbone that is more than embeddings, layers and a norm.
+    """
+    if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm")):
+        raise _uncuttable(backbone)
+    lower, upper = (_with_layers(backbone, layers) for layers in (slice(0, layer), slice(layer, None)))
+    lower.norm, upper.embed_tokens = nn.Identity(), _Given()
+    ids = torch.arange(8, device=backbone.embed_tokens.weight.device)
+    probe = Batch(ids, ids, torch.zeros_like(ids), ids, ids, ids > 0, ids, ids, ids[-1:], {})
+    with torch.no_grad():
+        whole, cut_up = hidden_states(backbone, probe), upper_states(upper, hidden_states(lower, probe), probe)
+    if not torch.allclose(whole, cut_up, rtol=1e-2, atol=1e-3):
+        raise _uncuttable(backbone)
+    return lower, upper
+
+
+def upper_states(upper: Any, states: Float[Tensor, "tokens hidden"], batch: Batch) -> Float[Tensor, "tokens hidden"]:
+    """The last hidden states from those of the layers below a cut."""
+    upper.embed_tokens.states = states.to(next(upper.parameters()).dtype)
+    try:
+        return hidden_states(upper, batch)
+    finally:
+        del upper.embed_tokens.states
+
+
+def cut_before(config: Any, layer: int) -> int:
+    """The last layer at or below `layer` at which a backbone can be cut.
+
+    A Shared layer of IndexShare reuses what the Full layer before it selected, so a cut comes before a Full one.
+    """
+    types = getattr(config, "indexer_types", None) if config.model_type == "glm_moe_dsa" else None
+    while types and types[layer] != "full":
+        layer -= 1
+    return layer
+
+
+def _with_layers(backbone: Any, layers: slice) -> Any:
+    part = copy.copy(backbone)
+    part._modules = dict(backbone._modules)
+    part.config = copy.deepcopy(backbone.config)
+    part.layers = backbone.layers[layers]
+    # Some models look up a layer's kind by its place.
+    if getattr(part.config, "layer_types", None):
+        part.config.layer_types = part.config.layer_types[layers]
+    return part
+
+
+def _uncuttable(backbone: nn.Module) -> ConfigError:
+    return ConfigError(
+        f"critic.first_trainable_layer: a {type(backbone).__name__} cannot be cut between layers, must be 0"
+    )
