@@ -112,7 +112,7 @@ def _deepspeed_config(ds: DeepSpeedConfig, optimizer: OptimizerConfig) -> dict[s
         "train_micro_batch_size_per_gpu": 1,
         # A step's micro-batches are cut by tokens, so their number is ours to say: `step()` is the boundary.
         "managed_gradient_accumulation": False,
-        "gradient_clipping": optimizer.max_grad_norm,
+        "gradient_clipping": optimizer.max_grad_norm if ds.zero_stage else 0.0,
         "zero_optimization": zero,
         "zero_allow_untested_optimizer": True,
         "bf16": {"enabled": ds.dtype == "bf16"},
@@ -170,6 +170,12 @@ class Learner:
             optimizer=adam(trained, lr=optimizer.lr, betas=betas, weight_decay=decay),
             config=_deepspeed_config(ds, optimizer),
         )
+        self._norm = 0.0
+        if not self._stage:
+            # DeepSpeed's stage 0 clips without saying the norm; before the optimizer's step gradients are reduced.
+            self._optimizer.register_step_pre_hook(
+                lambda *_: setattr(self, "_norm", float(nn.utils.clip_grad_norm_(trained, optimizer.max_grad_norm)))
+            )
         self._ranks = torch.distributed.get_world_size()
         self._kept: tuple[list[Trajectory], nn.Module] | None = None
 
@@ -197,8 +203,7 @@ class Learner:
             if counts:
                 stats = stats.merge(measured)
         self.engine.step()
-        norm = self.engine.get_global_grad_norm()
-        return stats, float(norm) if norm is not None else float("nan")
+        return stats, float(self.engine.get_global_grad_norm()) if self._stage else self._norm
 
     def _in_step(self, batches: list[Batch]) -> list[tuple[Batch, bool]]:
         """The micro-batches, repeated without weight up to the largest number of any rank.

@@ -95,7 +95,7 @@ def whole():
 
 @pytest.mark.parametrize(
     ("stage", "ranks", "tokens"),
-    [(1, 1, 9), (2, 2, 9), (3, 2, 20), pytest.param(1, 2, 1, marks=pytest.mark.slow)],
+    [(0, 2, 9), (1, 1, 9), (2, 2, 9), (3, 2, 20), pytest.param(1, 2, 1, marks=pytest.mark.slow)],
 )
 def test_update_is_the_same_for_any_split(whole, stage, ranks, tokens):
     weights, stats, norm = learn(DeepSpeedConfig(zero_stage=stage, ranks=ranks), tokens=tokens, ranks=ranks)
@@ -208,11 +208,29 @@ def test_a_pass_that_the_step_repeats_is_computed_once():
             np.testing.assert_allclose(a, b, atol=2e-6)
 
 
-def test_clipped_gradient_moves_the_weights_by_no_more():
-    """Adam ignores the gradient's scale, so look at the norm that is reported before clipping."""
+def clipped_steps(rank, ranks, port):
+    """At stages 0 and 1: the norm that is reported, and that of the first moments, which the clipped gradient made."""
+    from deepspeed.utils import safe_get_full_optimizer_state
+
+    init_process_group(rank, ranks, "127.0.0.1", port, ClusterConfig())
+    found = {}
+    for stage in (0, 1):
+        optimizer = OptimizerConfig(betas=[0.5, 0.9], max_grad_norm=1e-3)
+        learner = Learner(Toy(), optimizer, DeepSpeedConfig(zero_stage=stage), 1000)
+        _, norm = learner.step(UNEVEN, loss, 1.0)
+        state = learner.engine.optimizer.state
+        parameters = list(learner.module.parameters())
+        moments = [safe_get_full_optimizer_state(p, "exp_avg") if stage else state[p]["exp_avg"] for p in parameters]
+        found[stage] = norm, float(torch.cat([m.flatten() for m in moments]).norm()) / 0.5
+    return found
+
+
+def test_a_gradient_is_clipped_after_its_norm_is_reported():
     _, _, free = learn(updates=1)
-    _, _, clipped = learn(optimizer=OptimizerConfig(lr=0.05, max_grad_norm=free / 10), updates=1)
-    assert clipped == pytest.approx(free, rel=1e-5)
+    (found,) = on_ranks(1, clipped_steps)
+    for norm, applied in found.values():
+        assert norm == pytest.approx(free, rel=1e-5)
+        assert applied == pytest.approx(1e-3, rel=1e-3)
 
 
 class One(nn.Module):
