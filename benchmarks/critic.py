@@ -213,7 +213,8 @@ def explained(model: ValueModel, trajectories: list[Trajectory], tokens: int) ->
             before = model(pack(part))[0]
             values += [v.numpy() for v in before.split([len(t.response_ids) for t in part])]
     returns = [np.full(len(t.response_ids), t.score) for t in trajectories]
-    return scalars(predictions(values, returns, [t.action_mask for t in trajectories]))
+    longest = max(len(t.response_ids) for t in trajectories)
+    return scalars(predictions(values, returns, [t.action_mask for t in trajectories]), longest)
 
 
 def fit(way: str, config: Config, train: list[Trajectory], test: list[Trajectory], epochs: int, seed: int) -> float:

@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from jaxtyping import Bool, Float, Int
 
 from rl.advantages import explained_variance
+from rl.summary import spread
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Array = np.ndarray
+
+QUARTERS = 4
 
 PATIENCE = 5
 """Steps in a row that something must look wrong before it is an alert."""
@@ -63,38 +66,35 @@ def predictions(
     )
 
 
-def by_position(p: Predictions, buckets: int = 4) -> dict[str, float]:
-    """Explained variance by place in the response: `1` is its first part, `buckets` its last.
+def by_position(p: Predictions) -> dict[str, float]:
+    """Explained variance by an action's place, in quarters of its response."""
+    return _by_quarter("position", p, (p.position * QUARTERS) // np.maximum(p.length, 1))
 
-    A response shorter than the buckets leaves some of them empty; an empty bucket is left out.
+
+def by_length(p: Predictions, max_response_tokens: int) -> dict[str, float]:
+    """Explained variance by the response's number of actions, in quarters of the budget.
+
+    Of the budget and not of what there is, so that a quarter means the same in every step.
     """
-    return _by_bucket(p, (p.position * buckets) // np.maximum(p.length, 1), buckets)
+    return _by_quarter("length", p, np.minimum((p.length - 1) * QUARTERS // max_response_tokens, QUARTERS - 1))
 
 
-def by_length(p: Predictions, buckets: int = 4) -> dict[str, float]:
-    """Explained variance by the response's number of actions, in buckets of near equal token counts, shortest first.
-
-    Responses of one length are never parted, so a bucket may be empty and is then left out.
-    """
-    edges = np.quantile(p.length, np.arange(1, buckets) / buckets) if len(p.length) else np.zeros(0)
-    return _by_bucket(p, np.searchsorted(edges, p.length, side="left"), buckets)
-
-
-def scalars(p: Predictions) -> dict[str, float]:
-    """What a step's predictions come to, by metric name."""
+def scalars(p: Predictions, max_response_tokens: int) -> dict[str, float]:
+    """What a step's predictions come to, by metric name; nothing of nothing."""
     if not len(p.values):
         return {}
     error = np.abs(p.values - p.returns)
     return (
         {
             "critic/explained_variance": explained_variance(p.values, p.returns),
+            "critic/error": float(error.mean()),
             "critic/error_first": float(error[p.position == 0].mean()),
             "critic/error_last": float(error[p.position == p.length - 1].mean()),
             "critic/value_std": float(p.values.std()),
-            "critic/return_std": float(p.returns.std()),
         }
-        | {f"critic/explained_variance_position/{k}": v for k, v in by_position(p).items()}
-        | {f"critic/explained_variance_length/{k}": v for k, v in by_length(p).items()}
+        | spread("critic/return_", p.returns)
+        | by_position(p)
+        | by_length(p, max_response_tokens)
     )
 
 
@@ -121,28 +121,28 @@ def expert_load(shares: Float[Array, "layers experts"]) -> dict[str, float]:
     }
 
 
-def alerts(history: Sequence[Mapping[str, float]]) -> list[str]:
-    """What is wrong with a critic, in one line each, from the metrics of its last steps (oldest first).
+def alerts(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
+    """What is wrong with a critic: kind to a line that says it, from the metrics of its last steps (oldest first).
 
     Frozen: its weights did not move in any update. Collapsed: it gives every state nearly the same value although
     returns differ. Harmful: it explains less than a constant would. Each for `PATIENCE` steps in a row.
     """
     recent = [m for m in history if "critic/explained_variance" in m][-PATIENCE:]
     if len(recent) < PATIENCE:
-        return []
-    found = []
+        return {}
+    found = {}
     if all(m.get("critic/weights_moved", 1.0) == 0.0 for m in recent):
-        found.append(
+        found["frozen"] = (
             f"the critic is frozen: its weights did not move in {PATIENCE} steps; look at critic.optimizer.lr and at"
             " what trains"
         )
     if all(_collapsed(m) for m in recent):
-        found.append(
+        found["collapsed"] = (
             f"the critic has collapsed: its values spread by {recent[-1]['critic/value_std']:.2g}, the returns by"
             f" {recent[-1]['critic/return_std']:.2g}"
         )
     if all(m["critic/explained_variance"] < 0 for m in recent):
-        found.append(
+        found["harmful"] = (
             f"the critic does harm: explained variance below 0 for {PATIENCE} steps, now"
             f" {recent[-1]['critic/explained_variance']:.2g}"
         )
@@ -151,7 +151,11 @@ def alerts(history: Sequence[Mapping[str, float]]) -> list[str]:
 
 def calibration_figure(c: Calibration) -> Figure:
     """Mean return against mean prediction, bin by bin, beside the diagonal."""
-    figure, axes = _axes()
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(4.8, 3.6), layout="constrained")
+    axes = figure.add_subplot()
+    axes.grid(alpha=0.3)
     if len(c.predicted):
         ends = [min(c.predicted.min(), c.realised.min()), max(c.predicted.max(), c.realised.max())]
         axes.plot(ends, ends, color="grey", lw=1, ls="--", label="calibrated")
@@ -161,31 +165,16 @@ def calibration_figure(c: Calibration) -> Figure:
     return figure
 
 
-def buckets_figure(p: Predictions) -> Figure:
-    """Explained variance by position and by length."""
-    figure, axes = _axes()
-    for label, buckets in (("place in the response", by_position(p)), ("length of the response", by_length(p))):
-        axes.plot([int(k) for k in buckets], list(buckets.values()), marker="o", ms=4, lw=1.5, label=label)
-    axes.axhline(0, color="grey", lw=1, ls="--")
-    axes.set(xlabel="quarter, first to last and shortest to longest", ylabel="explained variance", xticks=[1, 2, 3, 4])
-    axes.legend(frameon=False)
-    return figure
-
-
 def _collapsed(m: Mapping[str, float]) -> bool:
     spread = m.get("critic/return_std", 0.0)
     return spread > 0 and m.get("critic/value_std", spread) < COLLAPSED * spread
 
 
-def _by_bucket(p: Predictions, bucket: Int[Array, " actions"], buckets: int) -> dict[str, float]:
-    inside = {b: bucket == b for b in range(buckets)}
-    return {str(b + 1): explained_variance(p.values[at], p.returns[at]) for b, at in inside.items() if at.any()}
-
-
-def _axes() -> tuple[Figure, Any]:
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(4.8, 3.6), layout="constrained")
-    axes = figure.add_subplot()
-    axes.grid(alpha=0.3)
-    return figure, axes
+def _by_quarter(name: str, p: Predictions, quarter: Int[Array, " actions"]) -> dict[str, float]:
+    """A quarter whose returns do not vary has no explained variance and is left out."""
+    found = {}
+    for q in range(QUARTERS):
+        values, returns = p.values[quarter == q], p.returns[quarter == q]
+        if len(returns) and returns.min() < returns.max():
+            found[f"critic/explained_variance/{name}_{q + 1}of{QUARTERS}"] = explained_variance(values, returns)
+    return found

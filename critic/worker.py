@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from critic.diagnostics import expert_load
 from critic.experts import Routing, balance_loss, expert_counts
 from critic.model import DTYPES, ValueModel, build, parameter_counts
 from critic.returns import RunningReturns, first_returns, summed, world_size
@@ -143,9 +144,9 @@ def _routing_stats(routing: Routing, shares: Tensor, balance: Tensor, mask: Tens
     stats = token_stats(mask, {"critic/expert_balance": balance, "critic/router_entropy": entropy})
     del stats.sums["tokens"]  # counted already
     if mask.any():
-        load = shares * shares.shape[-1]
-        stats.maxima = {"critic/expert_load_max": float(load.max())}
-        stats.minima = {"critic/expert_load_min": float(load.min())}
+        load = expert_load(shares.cpu().numpy())
+        stats.maxima = {"critic/expert_load_max": load.pop("critic/expert_load_max")}
+        stats.minima = load
     return stats
 
 

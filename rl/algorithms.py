@@ -9,8 +9,8 @@ import numpy as np
 
 from rl import advantages as adv
 from rl.config import AlgorithmConfig, Config
+from rl.summary import spread
 from rl.trajectory import Trajectory
-from rl.value_metrics import spread, value_metrics
 
 
 @dataclass(frozen=True)
@@ -19,6 +19,8 @@ class Targets:
 
     trajectories: list[Trajectory]
     metrics: dict[str, float]
+    returns: list[np.ndarray]
+    """The realised return at every response token, by which a critic is judged; none where there is no critic."""
 
 
 def needs_critic(config: Config) -> bool:
@@ -73,7 +75,7 @@ def _lambda(value: str, actions: int) -> float:
 
 
 def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
-    out, realised, predicted = [], [], []
+    out, realised = [], []
     for t in trajectories:
         assert t.values is not None
         rewards = token_rewards(t, a, max_response_tokens)
@@ -85,11 +87,9 @@ def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_
 
         value_targets = gae(a.lambda_critic) + t.values[:-1]
         out.append(replace(t, advantages=gae(_lambda(a.lambda_policy, t.actions)), value_targets=value_targets))
-        returns = adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap)
-        realised.append(returns[t.action_mask])
-        predicted.append(t.values[:-1][t.action_mask])
+        realised.append(adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap))
     finished = _finish(out, a)
-    return Targets(finished, value_metrics(predicted, realised, max_response_tokens) | _spread(finished))
+    return Targets(finished, _spread(finished), realised)
 
 
 def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
@@ -107,7 +107,7 @@ def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_r
         for t, x in zip(trajectories, per_trajectory, strict=True)
     ]
     finished = _finish(out, a)
-    return Targets(finished, {"grpo/zero_variance_groups": float(flat)} | _spread(finished))
+    return Targets(finished, {"grpo/zero_variance_groups": float(flat)} | _spread(finished), [])
 
 
 def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajectory]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from rl.config import Config
@@ -49,3 +50,10 @@ def plan(config: Config) -> str:
         gpus = f", {role.gpus:g} GPU" if role.gpus else ""
         lines.append(f"{role.name:<10} {role.count} actor(s), each {role.cpus:g} CPU{gpus}")
     return "\n".join(lines)
+
+
+def trained(role: str, counts: Mapping[str, int]) -> str:
+    """What of a role's model trains and what does not, in one line, from the counts of `LearnerWorker.setup`."""
+    line = f"{role}: {counts['trained']:,} of {counts['parameters']:,} parameters train"
+    parts = [f"{key.replace('/', ' ')} {n:,}" for key, n in counts.items() if "/" in key and n]
+    return line + (f" ({', '.join(parts)})" if parts else "")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+from jaxtyping import Float
 
 from rl.trajectory import Trajectory
 
@@ -28,6 +29,13 @@ def summarise(trajectories: Sequence[Trajectory]) -> dict[str, float]:
                 np.mean([s for s, t in zip(scores, trajectories, strict=True) if t.task == task])
             )
     return metrics | _turns(trajectories) | _reference_kl(trajectories)
+
+
+def spread(prefix: str, x: Float[np.ndarray, " n"]) -> dict[str, float]:
+    """Mean, population deviation and extremes; nothing of nothing."""
+    if not len(x):
+        return {}
+    return {f"{prefix}{f.__name__}": float(f(x)) for f in (np.mean, np.std, np.min, np.max)}
 
 
 def _turns(trajectories: Sequence[Trajectory]) -> dict[str, float]:

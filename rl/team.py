@@ -24,6 +24,8 @@ class Team:
     critic: WorkerGroup | None
     reference: WorkerGroup | None
     rollout: RolloutPool
+    counts: dict[str, dict[str, int]]
+    """Parameters of each learning role: `parameters`, `trained`, and these by part where a role tells them apart."""
 
     @property
     def learners(self) -> list[WorkerGroup]:
@@ -42,11 +44,10 @@ def assemble(config: Config, cluster: Cluster) -> Team:
         critic = cluster.group("critic", CriticWorker, lambda rank: (config, rank, ranks))
     if config.algorithm.kl.where != "none" and not config.policy.lora.rank:
         reference = cluster.group("reference", ReferenceWorker, lambda rank: (config,))
-    starting = [g.start("setup", *_rendezvous(g)) for g in (policy, critic) if g]
-    for pending in starting:
-        pending.get()
+    starting = {g.role: g.start("setup", *_rendezvous(g)) for g in (policy, critic) if g}
+    counts = {role: pending.get()[0] for role, pending in starting.items()}
     rollout.wait_ready()
-    return Team(policy, critic, reference, rollout)
+    return Team(policy, critic, reference, rollout, counts)
 
 
 def _rendezvous(group: WorkerGroup) -> tuple[str, int]:

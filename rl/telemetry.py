@@ -8,9 +8,9 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
 from torch.utils.tensorboard import SummaryWriter
@@ -20,6 +20,9 @@ from tqdm import tqdm
 from rl.config import Config, ConfigError
 from rl.config_load import to_yaml
 from rl.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
@@ -43,6 +46,7 @@ class Telemetry:
         self._config = config
         self._writer: SummaryWriter | None = None
         self._bar = progress(config.run.steps, config.run.name)
+        self._alerted: set[str] = set()
 
     @classmethod
     def open(cls, directory: Path, config: Config) -> Telemetry:
@@ -74,6 +78,23 @@ class Telemetry:
             self._samples(writer, step, trajectories, "eval" if evaluation else "train")
         writer.flush()
         self._bar.show(step, metrics)
+
+    def say(self, line: str) -> None:
+        """A line for whoever watches, above the progress bar."""
+        self._bar.say(line)
+
+    def figure(self, step: int, name: str, figure: Figure) -> None:
+        """A picture of a step, after its metrics."""
+        if self._writer:
+            self._writer.add_figure(name, figure, step)
+
+    def alert(self, step: int, lines: Mapping[str, str]) -> None:
+        """What is wrong, kind by kind: said once when it begins, and again if it comes back."""
+        for kind in lines.keys() - self._alerted:
+            self.say(f"longppo: warning: step {step}: {lines[kind]}")
+            if self._writer:
+                self._writer.add_text(f"alerts/{kind}", lines[kind], step)
+        self._alerted = set(lines)
 
     def close(self) -> None:
         """Finish the files. Safe after an interruption, and twice."""
@@ -136,7 +157,11 @@ class Bar:
         if _training(metrics):
             self._tqdm.set_postfix_str(headline(metrics))
         elif metrics:
-            self._tqdm.write(f"step {step}  {headline(metrics)}", file=sys.stderr)
+            self.say(f"step {step}  {headline(metrics)}")
+
+    def say(self, line: str) -> None:
+        """A line above the bar."""
+        self._tqdm.write(line, file=sys.stderr)
 
     def close(self) -> None:
         """Leave the bar as it stands."""
@@ -158,6 +183,10 @@ class Lines:
         if step > first:
             left = "  left " + duration((now - since) / (step - first) * (self._steps - step))
         line = f"{self._name}  step {step}/{self._steps}  {headline(metrics)}{left}"
+        self.say(line)
+
+    def say(self, line: str) -> None:
+        """Print a line."""
         print(line, file=self._out or sys.stderr, flush=True)
 
     def close(self) -> None:

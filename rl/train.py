@@ -11,14 +11,16 @@ from pathlib import Path
 
 import numpy as np
 
+from critic import diagnostics
 from rl import checkpoint, rewards
-from rl.algorithms import needs_critic, needs_old_logprobs, targets
+from rl.algorithms import Targets, needs_critic, needs_old_logprobs, targets
 from rl.checkpoint import DriverState
 from rl.cluster import Cluster, Pending
 from rl.config import Config
 from rl.dynamic_sampling import dynamic_sampling
 from rl.learner import Stats
 from rl.losses import loss_weights
+from rl.plan import trained
 from rl.prompts import PromptSource
 from rl.report import write_report
 from rl.schedule import lr_factor
@@ -61,8 +63,8 @@ class Run:
     seconds: float = 0.0
 
 
-def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
-    """One step: generate, score, judge, learn, synchronise. Returns the step's trajectories and metrics."""
+def train_step(run: Run) -> tuple[Targets, dict[str, float]]:
+    """One step: generate, score, judge, learn, synchronise. Returns what was learned from, and the step's metrics."""
     config, team, clock = run.config, run.team, Clock()
     batch, sampled = collect(run, clock)
     with clock("judge"):
@@ -73,8 +75,16 @@ def train_step(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
     with clock("sync"):
         synced = sync_weights(run)
     counted = {"prompts/dropped": float(run.prompts.dropped)} | peak_memory(team)
-    metrics = summarise(learned.trajectories) | sampled | learned.metrics | updates | synced | counted | clock.seconds
-    return learned.trajectories, metrics
+    judged = diagnostics.scalars(predictions(learned), config.rollout.max_response_tokens)
+    metrics = summarise(learned.trajectories) | sampled | learned.metrics | judged
+    return learned, metrics | updates | synced | counted | clock.seconds
+
+
+def predictions(learned: Targets) -> diagnostics.Predictions:
+    """What the critic said of the step's tokens before it learned from them, and what came of them."""
+    judged = [t for t in learned.trajectories if t.values is not None]
+    values = [t.values[:-1] for t in judged if t.values is not None]
+    return diagnostics.predictions(values, learned.returns, [t.action_mask for t in judged])
 
 
 def collect(run: Run, clock: Clock) -> tuple[list[Trajectory], dict[str, float]]:
@@ -256,6 +266,8 @@ def train(config: Config) -> Path:
         probe = prompts.probe()
         rng = np.random.default_rng(config.run.seed)
         run = Run(config, assemble(config, cluster), prompts, score, probe, rng)
+        for role, counts in run.team.counts.items():
+            telemetry.say(trained(role, counts))
         loop(run, telemetry, directory)
         run.team.policy.call("export", str((directory / "policy").resolve()))
     finally:
@@ -286,14 +298,14 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         telemetry.log(0, *evaluate(run))
     while not finished(run):
         start, before = time.perf_counter(), run.tokens
-        batch, metrics = train_step(run)
+        learned, metrics = train_step(run)
         run.step += 1
         elapsed = time.perf_counter() - start
         run.seconds += elapsed
         last = finished(run)
         telemetry.log(
             run.step,
-            batch,
+            learned.trajectories,
             metrics
             | {
                 "time/step": elapsed,
@@ -301,7 +313,11 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
                 "rollout/tokens": run.tokens,
             },
         )
+        telemetry.alert(run.step, diagnostics.alerts([m for _, m in telemetry.history]))
         if config.eval.every and (last or run.step % config.eval.every == 0):
             telemetry.log(run.step, *evaluate(run))
+            if learned.returns:
+                calibration = diagnostics.calibration(predictions(learned))
+                telemetry.figure(run.step, "critic/calibration", diagnostics.calibration_figure(calibration))
         if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
             save(run, checkpoints)

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from rl.config import Config, ConfigError
 from rl.config_load import build, dotted_keys, load, to_yaml
 from rl.config_rules import BOUNDS, CHOICES, check, get
+from rl.plan import trained
 
 ROOT = Path(__file__).parents[1]
 
@@ -368,3 +369,12 @@ def test_bounds_are_enforced_at_both_ends(model: Path) -> None:
             setattr(get(config, ".".join(sections)), name, outside)
             with pytest.raises(ConfigError, match=f"^{key}: .* must be between "):
                 check(config)
+
+
+def test_what_trains_is_said_by_part():
+    whole = {"parameters": 1_551_104, "trained": 1_500_000}
+    assert trained("policy", whole) == "policy: 1,500,000 of 1,551,104 parameters train"
+    parts = {"parameters": 1500, "trained": 500, "frozen/trunk": 1000, "trained/experts": 400, "trained/head": 100}
+    assert trained("critic", parts) == (
+        "critic: 500 of 1,500 parameters train (frozen trunk 1,000, trained experts 400, trained head 100)"
+    )

@@ -10,7 +10,6 @@ import pytest
 from critic.diagnostics import (
     PATIENCE,
     alerts,
-    buckets_figure,
     by_length,
     by_position,
     calibration,
@@ -33,15 +32,20 @@ def test_observations_are_never_read_and_do_not_count_as_places():
     mask = np.array([True, False, True])
     p = predictions([np.array([1.0, np.nan, 2.0])], [np.array([0.0, np.nan, 4.0])], [mask])
     assert (p.position.tolist(), p.length.tolist()) == ([0, 1], [2, 2])
-    assert scalars(p)["critic/error_first"] == 1.0
-    assert scalars(p)["critic/error_last"] == 2.0
+    found = scalars(p, 4)
+    assert (found["critic/error_first"], found["critic/error_last"], found["critic/error"]) == (1.0, 2.0, 1.5)
+    assert (found["critic/return_mean"], found["critic/return_min"], found["critic/return_max"]) == (2.0, 0.0, 4.0)
+    assert (found["critic/value_std"], found["critic/return_std"]) == (0.5, 2.0)
+
+
+def quarters(found, name):
+    start = f"critic/explained_variance/{name}_"
+    return {int(key.removeprefix(start)[0]): value for key, value in found.items() if key.startswith(start)}
 
 
 def test_explained_variance_by_position_tells_a_critic_that_only_knows_the_end():
-    found = by_position(predictions(*step([40, 80, 8])))
-    assert list(found) == ["1", "2", "3", "4"]
-    assert [found["1"], found["2"]] == pytest.approx([0, 0], abs=1e-12)
-    assert [found["3"], found["4"]] == pytest.approx([1, 1])
+    found = quarters(by_position(predictions(*step([40, 80, 8]))), "position")
+    assert found == pytest.approx({1: 0, 2: 0, 3: 1, 4: 1}, abs=1e-12)
 
 
 def test_explained_variance_by_length_tells_a_critic_that_only_knows_short_responses():
@@ -49,11 +53,16 @@ def test_explained_variance_by_length_tells_a_critic_that_only_knows_short_respo
     lengths = [10] * 16 + [40] * 4 + [80] * 2 + [160]
     returns = [rng.normal(size=n) for n in lengths]
     values = [g if len(g) <= 40 else np.zeros_like(g) for g in returns]
-    found = by_length(predictions(values, returns, [np.ones(n, bool) for n in lengths]))
-    assert [found["1"], found["2"]] == pytest.approx([1, 1])
-    assert [found["3"], found["4"]] == pytest.approx([0, 0], abs=1e-12)
-    same = by_length(predictions(*step([6, 6, 6])))
-    assert list(same) == ["1"]  # one length is one bucket, the shortest
+    p = predictions(values, returns, [np.ones(n, bool) for n in lengths])
+    assert quarters(by_length(p, 160), "length") == pytest.approx({1: 1, 2: 0, 4: 0}, abs=1e-12)
+    assert list(quarters(by_length(p, 40), "length")) == [1, 4]  # over the budget is in the last quarter
+
+
+def test_a_quarter_whose_returns_do_not_vary_is_left_out():
+    found = scalars(predictions([np.zeros(4)], [np.ones(4)], [np.ones(4, bool)]), 4)
+    assert found["critic/explained_variance"] == 0
+    assert not quarters(found, "position")
+    assert not quarters(found, "length")
 
 
 def test_calibration_is_the_diagonal_for_a_critic_that_means_what_it_says():
@@ -70,9 +79,9 @@ def test_calibration_is_the_diagonal_for_a_critic_that_means_what_it_says():
 
 def test_nothing_comes_of_a_step_without_actions():
     empty = predictions([np.zeros(2)], [np.zeros(2)], [np.zeros(2, bool)])
-    assert scalars(empty) == {}
+    assert scalars(empty, 4) == {}
     assert len(calibration(empty).count) == 0
-    assert by_length(empty) == by_position(empty) == {}
+    assert by_length(empty, 4) == by_position(empty) == {}
 
 
 def test_expert_load_and_its_entropy():
@@ -105,25 +114,22 @@ HEALTHY = {
 )
 def test_an_alert_needs_a_row_of_bad_steps(change, starts):
     bad = HEALTHY | change
-    assert alerts([HEALTHY] * 9) == []
-    assert alerts([bad] * (PATIENCE - 1)) == []
-    assert alerts([HEALTHY, *[bad] * (PATIENCE - 1), HEALTHY]) == []
-    (line,) = alerts([HEALTHY, *[bad] * PATIENCE, {"eval/success": 1.0}])
+    assert alerts([HEALTHY] * 9) == {}
+    assert alerts([bad] * (PATIENCE - 1)) == {}
+    assert alerts([HEALTHY, *[bad] * (PATIENCE - 1), HEALTHY]) == {}
+    (line,) = alerts([HEALTHY, *[bad] * PATIENCE, {"eval/success": 1.0}]).values()
     assert line.startswith(starts)
     assert "\n" not in line
 
 
 def test_returns_that_do_not_differ_are_no_collapse():
-    assert alerts([HEALTHY | {"critic/value_std": 0.0, "critic/return_std": 0.0}] * 9) == []
+    assert alerts([HEALTHY | {"critic/value_std": 0.0, "critic/return_std": 0.0}] * 9) == {}
 
 
-def test_pictures_are_drawn():
-    p = predictions(*step([40, 80, 8]))
-    for figure in (calibration_figure(calibration(p)), buckets_figure(p)):
-        file = io.BytesIO()
-        figure.savefig(file, format="png")
-        assert file.getvalue().startswith(b"\x89PNG")
-    line = calibration_figure(calibration(p)).axes[0].lines[1]
-    assert np.allclose(line.get_xydata().T, [calibration(p).predicted, calibration(p).realised])
-    empty = predictions([], [], [])
-    calibration_figure(calibration(empty))
+def test_the_picture_is_drawn():
+    c = calibration(predictions(*step([40, 80, 8])))
+    figure, file = calibration_figure(c), io.BytesIO()
+    figure.savefig(file, format="png")
+    assert file.getvalue().startswith(b"\x89PNG")
+    assert np.allclose(figure.axes[0].lines[1].get_xydata().T, [c.predicted, c.realised])
+    calibration_figure(calibration(predictions([], [], [])))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import signal
 from dataclasses import replace
@@ -58,16 +59,23 @@ def configured(base: Config, out, **fields) -> Config:
     return config
 
 
+def events(run):
+    found = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
+    found.Reload()
+    return found
+
+
 def scalars(run, tag):
-    events = EventAccumulator(str(run / "tensorboard"), size_guidance={"scalars": 0})
-    events.Reload()
-    return {e.step: e.value for e in events.Scalars(tag)}
+    return {e.step: e.value for e in events(run).Scalars(tag)}
 
 
 @pytest.fixture(scope="module")
 def finished(base, tmp_path_factory):
     config = configured(
-        base, tmp_path_factory.mktemp("runs"), algorithm__kl=KLConfig(where="loss", estimator="k2", coefficient=0.01)
+        base,
+        tmp_path_factory.mktemp("runs"),
+        algorithm__kl=KLConfig(where="loss", estimator="k2", coefficient=0.01),
+        critic__freeze="encoder",
     )
     return config, train(config)
 
@@ -81,6 +89,7 @@ def test_a_run_leaves_everything_it_promises(finished):
         "kl/reference",
         "policy/entropy",
         "critic/explained_variance",
+        "critic/expert_load_entropy",
         "mismatch/k3",
         "rollout/truncated",
         "policy/clip_fraction",
@@ -99,6 +108,7 @@ def test_a_run_leaves_everything_it_promises(finished):
     assert (run / "config.yaml").is_file()
     samples = [json.loads(line) for line in (run / "samples.jsonl").read_text().splitlines()]
     assert {s["kind"] for s in samples} == {"train", "eval"}
+    assert [e.step for e in events(run).Images("critic/calibration")] == [2]
 
 
 def test_the_exported_policy_is_a_plain_folder_with_new_weights(finished):
@@ -120,11 +130,14 @@ def test_an_existing_run_is_refused(finished):
         train(finished[0])
 
 
-def test_resume_is_the_run_that_was_not_interrupted(base, finished, tmp_path):
+def test_resume_is_the_run_that_was_not_interrupted(base, finished, tmp_path, capsys):
     """One step, then another process's worth of state from the checkpoint: the same second step."""
     config, whole = finished
     config = replace(config, run=replace(config.run, out=str(tmp_path), steps=1))
     train(config)
+    assert re.search(
+        r"critic: .* train \(frozen trunk \d.*, trained experts \d.*, trained head", capsys.readouterr().err
+    )
     run = train(replace(config, run=replace(config.run, steps=2, resume=True)))
     for tag in ("reward/mean", "policy/loss", "critic/loss", "kl/old", "policy/grad_norm", "rollout/tokens"):
         assert scalars(run, tag)[2] == pytest.approx(scalars(whole, tag)[2], rel=1e-4, abs=1e-7), tag

@@ -178,6 +178,18 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     assert headline({"reward/mean": 0.5}) in shown
 
 
+def test_an_alert_is_said_when_it_begins_and_when_it_comes_back(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    t = write(tmp_path, 1, 1)
+    for step, kinds in enumerate([{"a"}, {"a", "b"}, set(), {"a"}], 1):
+        t.alert(step, {kind: f"{kind} is wrong" for kind in kinds})
+    t.close()
+    said = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert said == [f"longppo: warning: step {s}: {kind} is wrong" for s, kind in ((1, "a"), (2, "b"), (4, "a"))]
+    assert [e.step for e in events(tmp_path).Tensors("alerts/a/text_summary")] == [1, 4]
+
+
 def test_the_report_tells_start_and_end(tmp_path: Path) -> None:
     history = [
         (0, {"eval/success": 0.25, "eval/truncated": 0.5}),
