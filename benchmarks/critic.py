@@ -16,6 +16,7 @@ import argparse
 import ctypes
 import json
 import multiprocessing as mp
+import pickle
 import tempfile
 import time
 from concurrent.futures import ProcessPoolExecutor
@@ -217,14 +218,16 @@ def explained(model: ValueModel, trajectories: list[Trajectory], tokens: int) ->
     return scalars(predictions(values, returns, [t.action_mask for t in trajectories]), longest)
 
 
-def fit(way: str, config: Config, train: list[Trajectory], test: list[Trajectory], epochs: int, seed: int) -> float:
+def fit(
+    way: str, config: Config, train: list[Trajectory], test: list[Trajectory], epochs: int, seed: int, lr: float
+) -> float:
     """Held-out explained variance after epochs of optimizer steps of 64 trajectories each."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
     model = build(replace(CriticConfig(), cache_gib=8.0, **QUALITY[way]), config.policy.path)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=config.critic.optimizer.lr, betas=(0.9, 0.95), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
     for _ in range(epochs):
         order = rng.permutation(len(train))
         for start in range(0, len(order), 64):
@@ -239,25 +242,36 @@ def fit(way: str, config: Config, train: list[Trajectory], test: list[Trajectory
 
 
 def quality(args: argparse.Namespace) -> None:
-    """The same trajectories, several seeds of order and experts: held-out explained variance of every way."""
+    """The same trajectories, several seeds of order and experts: held-out explained variance of every way.
+
+    Trajectories and results are kept in a folder, so that an interrupted measurement goes on.
+    """
     config = Config()
     config.policy.path = str(ROOT / "examples" / "tiny")
     config.prompts = PromptsConfig(max_prompt_tokens=448)
     config.rollout.max_response_tokens = 8
-    trajectories = sampled(config, args.train + args.test)
+    args.out.mkdir(parents=True, exist_ok=True)
+    samples, results = args.out / f"trajectories-{args.train + args.test}.pkl", args.out / "results.jsonl"
+    if not samples.exists():
+        samples.write_bytes(pickle.dumps(sampled(config, args.train + args.test)))
+    trajectories = pickle.loads(samples.read_bytes())
     train, test = trajectories[: args.train], trajectories[args.train :]
     print(
         f"{len(train)} trajectories to learn from, {len(test)} held out,"
         f" mean score {np.mean([t.score for t in test]):.3f}"
     )
+    done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
     for way in args.ways.split(","):
         for seed in range(args.seeds):
-            began = time.process_time()
-            ev = fit(way, config, train, test, args.epochs, seed)
-            seconds = round(time.process_time() - began, 1)
-            print(
-                json.dumps({"way": way, "seed": seed, "explained_variance": round(ev, 4), "cpu_s": seconds}), flush=True
-            )
+            what = {"way": way, "seed": seed, "train": args.train, "epochs": args.epochs, "lr": args.lr}
+            found = next((r for r in done if r.items() >= what.items()), None)
+            if found is None:
+                began = time.process_time()
+                ev = fit(way, config, train, test, args.epochs, seed, args.lr)
+                found = what | {"explained_variance": round(ev, 4), "cpu_s": round(time.process_time() - began, 1)}
+                with results.open("a") as file:
+                    file.write(json.dumps(found) + "\n")
+            print(json.dumps(found), flush=True)
 
 
 def precision(args: argparse.Namespace) -> None:
@@ -316,10 +330,12 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=1024, help="how many of the tokens are the prompt's")
     parser.add_argument("--updates", type=int, default=2)
-    parser.add_argument("--train", type=int, default=512)
+    parser.add_argument("--train", type=int, default=640)
     parser.add_argument("--test", type=int, default=256)
-    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--lr", type=float, default=5e-4, help="of `quality`")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "critic_quality", help="of `quality`")
     args = parser.parse_args()
     args.ways = args.ways or ",".join({"cost": WAYS, "quality": QUALITY}.get(args.what, {}))
     torch.set_num_threads(1)
