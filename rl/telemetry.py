@@ -8,11 +8,12 @@ import json
 import re
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
 import numpy as np
+import torch
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
@@ -62,13 +63,24 @@ class Telemetry:
         telemetry.history = [(record.pop("step"), record) for record in read_jsonl(directory / METRICS)]
         return telemetry
 
-    def log(self, step: int, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> None:
-        """Write a step's metrics and some of its trajectories, and flush: what was logged survives a kill."""
+    def log(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        metrics: dict[str, float],
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write a step's metrics and some of its trajectories, and flush: what was logged survives a kill.
+
+        `arrays` are numbers for later readers of the event files, which TensorBoard does not show.
+        """
         writer = self._writer or self._start(step)
         self.history.append((step, metrics))
         _append(self.directory / METRICS, [{"step": step, **metrics}])
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
+        for name, array in (arrays or {}).items():
+            writer.add_tensor(name, torch.from_numpy(array), step)
         if trajectories:
             evaluation = any(name.startswith("eval/") for name in metrics)
             self._samples(writer, step, trajectories, "eval" if evaluation else "train")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from rl import checkpoint, rewards
+from rl import checkpoint, evaluation, rewards
 from rl.algorithms import needs_critic, needs_old_logprobs, targets
 from rl.checkpoint import DriverState
 from rl.cluster import Cluster, Pending
@@ -202,17 +202,11 @@ def sync_weights(run: Run) -> dict[str, float]:
     return {"sync/probe_gap": gap}
 
 
-def evaluate(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
-    """Success on the held-out prompts; the same prompts and seeds every time."""
-    e = run.config.eval
-    batch = run.team.rollout.generate(run.prompts.held_out(e.prompts), 1, step=-1, temperature=e.temperature)
-    scores = rewards.score(run.score, batch)
-    scored = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
-    return scored, {
-        "eval/success": float(np.mean(scores)),
-        "eval/response_tokens": float(np.mean([len(t.response_ids) for t in batch])),
-        "eval/truncated": float(np.mean([t.finish_reason == "length" for t in batch])),
-    }
+def evaluate(run: Run, telemetry: Telemetry) -> None:
+    """Log how good the policy is on the held-out prompts; the same prompts and seeds every time."""
+    settings = run.config.eval
+    found = evaluation.evaluate(run.team.rollout, run.prompts.held_out(settings.prompts), run.score, settings)
+    telemetry.log(run.step, found.sampled, found.metrics(), {"eval/scores": found.scores.mean(1)})
 
 
 def save(run: Run, root: Path) -> None:
@@ -283,7 +277,7 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         restore(run, found[-1])
     sync_weights(run)
     if config.eval.every and run.step == 0:
-        telemetry.log(0, *evaluate(run))
+        evaluate(run, telemetry)
     while not finished(run):
         start, before = time.perf_counter(), run.tokens
         batch, metrics = train_step(run)
@@ -302,6 +296,6 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
             },
         )
         if config.eval.every and (last or run.step % config.eval.every == 0):
-            telemetry.log(run.step, *evaluate(run))
+            evaluate(run, telemetry)
         if last or (config.checkpoint.every and run.step % config.checkpoint.every == 0):
             save(run, checkpoints)

@@ -33,7 +33,7 @@ def base(tiny_policy_dir) -> Config:
     config.rollout.max_response_tokens = 6
     config.step.prompts_per_step, config.step.samples_per_prompt = 4, 2
     config.step.optimizer_steps, config.step.epochs = 2, 2
-    config.eval = EvalConfig(prompts=4, every=2)
+    config.eval = EvalConfig(prompts=4, every=2, samples=2)
     config.checkpoint.every = 1
     config.run.steps = 2
     config.reward.function = "tests.test_end_to_end:letters"
@@ -88,7 +88,8 @@ def test_a_run_leaves_everything_it_promises(finished):
         "time/step",
     ):
         assert scalars(run, tag), tag
-    assert set(scalars(run, "eval/success")) == {0, 2}
+    for tag in ("success", "greedy", "pass@2"):
+        assert set(scalars(run, f"eval/{tag}")) == {0, 2}
     assert set(scalars(run, "reward/mean")) == {1, 2}
     assert scalars(run, "mismatch/k3")[1] < 1e-6
     assert scalars(run, "kl/reference")[1] == pytest.approx(0, abs=1e-5)  # nothing has moved yet
