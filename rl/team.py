@@ -42,11 +42,15 @@ def assemble(config: Config, cluster: Cluster) -> Team:
         critic = cluster.group("critic", CriticWorker, lambda rank: (config, rank, ranks))
     if config.algorithm.kl.where != "none" and not config.policy.lora.rank:
         reference = cluster.group("reference", ReferenceWorker, lambda rank: (config,))
-    starting = [g.start("setup", *_rendezvous(g)) for g in (policy, critic) if g]
-    for pending in starting:
-        pending.get()
+    set_up([g for g in (policy, critic) if g])
     rollout.wait_ready()
     return Team(policy, critic, reference, rollout)
+
+
+def set_up(groups: Sequence[WorkerGroup]) -> None:
+    """Let every learner build its model and join the other ranks of its group, all groups at once."""
+    for pending in [g.start("setup", *_rendezvous(g)) for g in groups]:
+        pending.get()
 
 
 def _rendezvous(group: WorkerGroup) -> tuple[str, int]:

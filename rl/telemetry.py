@@ -77,10 +77,10 @@ class Telemetry:
         writer = self._writer or self._start(step)
         self.history.append((step, metrics))
         _append(self.directory / METRICS, [{"step": step, **metrics}])
-        for name, value in metrics.items():
-            writer.add_scalar(name, value, step)
         for name, array in (arrays or {}).items():
             writer.add_tensor(name, torch.from_numpy(array), step)
+        for name, value in metrics.items():
+            writer.add_scalar(name, value, step)
         if trajectories:
             evaluation = any(name.startswith("eval/") for name in metrics)
             self._samples(writer, step, trajectories, "eval" if evaluation else "train")

@@ -242,7 +242,9 @@ def run_directory(config: Config) -> Path:
 def train(config: Config) -> Path:
     """Run the experiment; returns its directory. Raises ConfigError, ClusterTooSmall, WorkerFailure, RewardError."""
     directory = run_directory(config)
-    prompts = PromptSource.open(config)  # before anything starts: a bad prompt file is the user's to mend
+    if config.run.resume and (found := checkpoint.complete(directory / "checkpoints")):
+        checkpoint.driver_state(found[-1])  # before anything starts: what cannot be read is the user's to mend
+    prompts = PromptSource.open(config)
     score = rewards.resolve(config.reward.function)
     telemetry = Telemetry.open(directory, config)
     cluster = Cluster(config)

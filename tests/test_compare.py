@@ -6,6 +6,7 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import sys
 
 import numpy as np
@@ -14,7 +15,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import rl.compare
 from rl import cli, compare_report
-from rl.compare import Job, check_arms, last_error, load_arms, run_all
+from rl.compare import Job, Terminated, check_arms, last_error, load_arms, run_all
 from rl.compare_report import comparison
 from rl.config import BudgetConfig, Config, ConfigError
 from rl.curves import Curve, RunLog, event_files
@@ -187,33 +188,40 @@ def test_runs_made_with_other_keys_are_not_mixed_in(arms, tmp_path, trainer, cap
     assert len(trainer()) == 2
 
 
-def test_ctrl_c_reaches_the_runs_once_and_no_other_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_reaches_the_runs_once_and_no_other_starts(tmp_path, monkeypatch, number, raised):
+    """The runs are not in this process's group: what ends this one must be handed on, or they go on alone."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = f"""
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
-try:
-    open({str(fifo)!r}, "w").write("ready")
-    signal.pause()
-except KeyboardInterrupt:
-    open({str(tmp_path)!r} + "/" + sys.argv[1], "a").write("interrupted")
+def ended(number, frame):
+    open({str(tmp_path)!r} + "/" + sys.argv[1], "a").write(signal.Signals(number).name)
     sys.exit(130)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, ended)
+open({str(fifo)!r}, "w").write("ready")
+signal.pause()
 """
     jobs = [
         Job(name, tmp_path, [sys.executable, "-S", "-c", code, name], tmp_path / f"{name}.log") for name in ("a", "b")
     ]
 
-    def interrupted(futures):
+    def signalled(futures):
         with fifo.open() as ready:
             assert ready.read() == "ready"
-        raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt  # Python's own doing, unless a shell started us with the signal ignored
+        signal.raise_signal(number)
+        return []
 
-    monkeypatch.setattr(rl.compare, "as_completed", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(rl.compare, "as_completed", signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(raised):
         run_all(jobs, 1, 2)
-    assert (tmp_path / "a").read_text() == "interrupted"
+    assert (tmp_path / "a").read_text() == number.name
     assert not (tmp_path / "b").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
@@ -307,6 +315,36 @@ def test_unfinished_and_failed_runs_are_named_and_in_no_mean(told):
     assert tables["arm"]["a"]["seeds"] == "1"
     assert tables["run"]["a-seed1"]["state"] == "4 of 8 steps"
     assert tables["run"]["b-seed1"]["state"] == "failed before its first number: no memory"
+
+
+def test_an_arm_of_which_nothing_finished_is_in_title_and_tables(monkeypatch):
+    """One arm failed before its first number, another in the middle."""
+    monkeypatch.setattr(compare_report, "curves_png", lambda *_: None)
+    blocks = comparison([log_of("a", 0, 0.5), log_of("c", 0, 0.5)], {"b-x-seed0": "no memory", "c-seed0": "no"})
+    assert blocks[0].text == "Comparison: a, c, b-x"
+    tables = {b.head[0]: b for b in blocks if isinstance(b, Table)}
+    assert [row[:4] for row in tables["arm"].rows[1:]] == [("c", "0", "-", "-"), ("b-x", "0", "-", "-")]
+    assert tables["mean over seeds"].head == ("mean over seeds", "a", "c", "b-x")
+    assert all(row[2:] == ("-", "-") for row in tables["mean over seeds"].rows)
+
+
+def test_pairs_over_prompts_speak_of_policies_and_not_of_methods(told):
+    rng = np.random.default_rng(0)
+    hard = rng.random(256)
+
+    def arms(shift):
+        scores = {arm: hard + rng.normal(0, 0.1, (2, 256)) + (shift if arm == "b" else 0) for arm in "ab"}
+        return [log_of(arm, s, 0.5, prompt_scores=scores[arm][s]) for arm in "ab" for s in (0, 1)]
+
+    text, tables = told(arms(0.1))
+    assert "policies that these very runs ended with differ at the 0.05 level: a and b. What other seeds" in text
+    assert float(tables["difference"]["a - b"]["p over prompts"]) < 0.001
+    text, tables = told(arms(0.0))
+    assert "differ at the 0.05 level: no two arms." in text
+    for unlike in ({"prompt_scores": None}, {"prompt_scores": np.zeros(9)}, {"config_texts": {"prompts.seed": "1"}}):
+        text, tables = told([*arms(0.1), log_of("b", 2, 0.5, **{"prompt_scores": np.zeros(256)} | unlike)])
+        assert tables["difference"]["a - b"]["p over prompts"] == "not known"
+        assert "Prompt by prompt" not in text
 
 
 def test_what_was_not_equal_is_said(told):

@@ -18,6 +18,7 @@ import rl.train
 from rl import checkpoint
 from rl.cluster import Cluster, ClusterTooSmall, WorkerFailure
 from rl.config import Config, ConfigError, EvalConfig, KLConfig
+from rl.eval_checkpoint import evaluate_checkpoint
 from rl.train import train
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -114,6 +115,20 @@ def test_the_exported_policy_is_a_plain_folder_with_new_weights(finished):
     assert any("q_b_proj" in k for k in moved)
     assert not any(".indexer." in k or k.endswith("mlp.gate.weight") for k in moved)
     assert AutoTokenizer.from_pretrained(run / "policy")("ab")["input_ids"]
+
+
+@pytest.mark.slow
+def test_evaluating_a_runs_last_checkpoint_gives_its_last_evaluation(finished, tmp_path):
+    """The same prompts, seeds, weights and reward."""
+    _, run = finished
+    out = tmp_path / "eval.json"
+    table, _ = evaluate_checkpoint(run / "checkpoints/step-000002", [], [], out)
+    (told,) = json.loads(out.read_text())["tasks"].values()
+    for name, value in told["metrics"].items():
+        assert value == pytest.approx(scalars(run, f"eval/{name}")[2], abs=1e-6), name
+    assert {"success", "greedy", "pass@2"} <= set(told["metrics"])
+    assert len(told["scores"]) == 4
+    assert "recall" in table
 
 
 def test_an_existing_run_is_refused(finished):
