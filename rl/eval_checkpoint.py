@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -72,6 +73,10 @@ def evaluate_checkpoint(
             settings = task.config.eval
             serving = replace(pool, config=task.config)
             found = evaluate(serving, prompts.held_out(settings.prompts), score, settings)
+            # What takes minutes says what it has so far.
+            print(
+                f"longppo eval: {task.name}  success {found.metrics()['eval/success']:.4g}", file=sys.stderr, flush=True
+            )
             results[task.name] = {
                 "metrics": {name.removeprefix("eval/"): value for name, value in found.metrics().items()},
                 "standard_error": standard_error(found.scores.mean(1)),

@@ -246,7 +246,7 @@ def train(config: Config) -> Path:
         checkpoint.driver_state(found[-1])  # before anything starts: what cannot be read is the user's to mend
     prompts = PromptSource.open(config)
     score = rewards.resolve(config.reward.function)
-    telemetry = Telemetry.open(directory, config)
+    telemetry = Telemetry.open(directory, config, prompts.pieces)
     cluster = Cluster(config)
     try:
         probe = prompts.probe()

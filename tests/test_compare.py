@@ -12,6 +12,7 @@ import sys
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 import rl.compare
 from rl import cli, compare_report
@@ -413,9 +414,13 @@ def test_a_report_of_runs_from_event_files_alone(tmp_path, capsys):
         (2, pytest.approx(0.45)),
         (4, pytest.approx(0.65)),
     ]
+    assert overlay.Scalars("eval/success_low")
     layout = EventAccumulator(str(tmp_path / "overlay"))
     layout.Reload()
-    assert b"eval/success_low" in layout.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    charts = Layout.FromString(layout.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    found = {chart.title: chart.margin.series[0] for category in charts.category for chart in category.chart}
+    success = found["eval/success"]
+    assert [success.value, success.lower, success.upper] == [f"eval/success_{x}" for x in ("mean", "low", "high")]
 
 
 def test_a_report_is_refused_where_it_would_hide_something(tmp_path, capsys):
