@@ -74,6 +74,15 @@ def test_a_run_ends_with_the_step_that_spends_a_budget_evaluated_and_saved(tmp_p
 
 
 @pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("budget", range(20, 45, 3))
+def test_arms_with_steps_of_other_sizes_spend_the_same_to_within_one_step(tmp_path, budget, monkeypatch):
+    for cost in (3, 7, 10):
+        monkeypatch.setitem(globals(), "TOKENS", cost)
+        run, _ = go(tmp_path / str(cost), BudgetConfig(generated_tokens=budget))
+        assert budget <= run.tokens < budget + cost
+
+
+@pytest.mark.usefixtures("stage")
 def test_a_resumed_run_has_spent_what_its_predecessor_spent(tmp_path):
     go(tmp_path, BudgetConfig(seconds=10.0), steps=3)
     run, logged = go(tmp_path, BudgetConfig(seconds=10.0), resume=True)

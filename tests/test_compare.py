@@ -455,3 +455,33 @@ def test_seeds_change_sampling_and_arms_draw_from_one_stream():
     held_out = [[(p.index, p.ids.tolist()) for p in source.held_out(8)] for source in (ppo, other, grpo)]
     assert held_out[0] == held_out[1] == held_out[2]
     assert request_seed(0, 1, 2, 3) != request_seed(1, 1, 2, 3)
+
+
+def test_the_first_evaluation_asks_every_arm_the_same():
+    """The same tokens with the same sampling seeds, whatever the arm and the step: one policy then gives one number."""
+    from rl.config_load import load
+    from rl.evaluation import evaluate
+    from rl.prompts import PromptSource
+    from rollout.engine import Sample
+    from rollout.pool import RolloutPool
+
+    def asked(name, seed):
+        config, seen = load(f"configs/{name}.yaml", [f"run.seed={seed}", "eval.prompts=8", "eval.samples=2"]), []
+
+        class Asked(RolloutPool):
+            def _ask(self, requests):
+                seen.extend(requests[0])
+                sample = Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", "", 0)
+                return [[sample] * len(share) for share in requests]
+
+        pool = Asked(config, [None], ["engine"], {})
+        held_out = PromptSource.open(config).held_out(config.eval.prompts)
+        evaluate(pool, held_out, lambda batch: [0.0] * len(batch), config.eval)
+        return seen
+
+    ppo, sao, grpo, other = asked("ppo", 3), asked("sao", 3), asked("grpo", 3), asked("ppo", 4)
+    assert len(ppo) == 8 * 2 + 8
+    assert ppo == sao == grpo
+    assert [r.prompt_ids for r in other] == [r.prompt_ids for r in ppo]
+    assert not {r.seed for r in other} & {r.seed for r in ppo}
+    assert len({r.seed for r in ppo[:16]}) == 16
