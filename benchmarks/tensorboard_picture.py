@@ -1,6 +1,8 @@
 """A picture of a run in TensorBoard, by headless Chromium: what README shows.
 
     python benchmarks/tensorboard_picture.py runs/ppo-seed0 docs/tensorboard.png
+    python benchmarks/tensorboard_picture.py runs/ppo-seed0 docs/samples.png --view text
+    python benchmarks/tensorboard_picture.py runs/compare-ppo-grpo/overlay docs/overlay.png --view custom_scalars
 
 Needs Debian's `chromium` (or another Chromium on PATH) and the package `playwright`.
 """
@@ -99,8 +101,13 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("picture", type=Path)
     parser.add_argument("--tag", default="", help="only tags that match this expression")
+    parser.add_argument("--view", default="timeseries", help="timeseries, text, images, custom_scalars or hparams")
     options = parser.parse_args()
-    with tensorboard(options.run) as address, page(address + "#timeseries") as opened:
+    with tensorboard(options.run) as address, page(f"{address}#{options.view}") as opened:
+        if options.view != "timeseries":
+            opened.wait_for_timeout(15_000)  # each view has elements of its own, and none that says it is done
+            opened.screenshot(path=str(options.picture))
+            return
         opened.locator("scalar-card").first.wait_for(timeout=60_000)
         # The settings' side bar takes the place of a column of curves.
         opened.get_by_role("button", name="Settings").last.click()

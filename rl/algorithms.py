@@ -89,7 +89,7 @@ def _critic_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_
         out.append(replace(t, advantages=gae(_lambda(a.lambda_policy, t.actions)), value_targets=value_targets))
         realised.append(adv.returns(rewards, t.action_mask, gamma=a.gamma, bootstrap_value=bootstrap))
     finished = _finish(out, a)
-    return Targets(finished, _spread(finished), realised)
+    return Targets(finished, _spread(out, finished), realised)
 
 
 def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_response_tokens: int) -> Targets:
@@ -107,7 +107,7 @@ def _group_targets(trajectories: Sequence[Trajectory], a: AlgorithmConfig, max_r
         for t, x in zip(trajectories, per_trajectory, strict=True)
     ]
     finished = _finish(out, a)
-    return Targets(finished, {"grpo/zero_variance_groups": float(flat)} | _spread(finished), [])
+    return Targets(finished, {"grpo/zero_variance_groups": float(flat)} | _spread(out, finished), [])
 
 
 def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajectory]:
@@ -124,6 +124,11 @@ def _finish(trajectories: list[Trajectory], a: AlgorithmConfig) -> list[Trajecto
     ]
 
 
-def _spread(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    tokens = np.concatenate([t.advantages[t.action_mask] for t in trajectories if t.advantages is not None])
-    return spread("advantages/", tokens)
+def _spread(raw: Sequence[Trajectory], finished: Sequence[Trajectory]) -> dict[str, float]:
+    """Of the advantages as the policy sees them; and their deviation before whitening, which makes it 1."""
+
+    def tokens(trajectories: Sequence[Trajectory]) -> np.ndarray:
+        return np.concatenate([t.advantages[t.action_mask] for t in trajectories if t.advantages is not None])
+
+    metrics = spread("advantages/", tokens(finished))
+    return metrics | ({"advantages/raw_std": float(tokens(raw).std())} if metrics else {})

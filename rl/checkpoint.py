@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any
 
 from rl.cluster import WorkerGroup
+from rl.config import ConfigError
 
 STATE = "driver.json"
 
@@ -57,7 +58,19 @@ def complete(root: Path) -> list[Path]:
 
 
 def load(path: Path, groups: list[WorkerGroup]) -> DriverState:
-    """Bring all groups to the checkpoint; returns the driver's state."""
+    """Bring all groups to the checkpoint; returns the driver's state. Raises ConfigError."""
+    state = driver_state(path)
     for pending in [g.start("load", str(path.resolve() / g.role)) for g in groups]:
         pending.get()
-    return DriverState(**json.loads((path / STATE).read_text()))
+    return state
+
+
+def driver_state(path: Path) -> DriverState:
+    """The driver's state in a checkpoint. Raises ConfigError for one that another version wrote."""
+    found, known = json.loads((path / STATE).read_text()), {f.name for f in fields(DriverState)}
+    if apart := found.keys() ^ known:
+        raise ConfigError(
+            f"run.resume: {path} given, must be a checkpoint of this version: its {STATE} differs in "
+            f"{', '.join(sorted(apart))}"
+        )
+    return DriverState(**found)

@@ -1,10 +1,11 @@
-"""`longppo train | compare | report | plan | doctor | fetch-smollm2 | indexshare ...`."""
+"""`longppo train | eval | compare | report | plan | doctor | fetch-smollm2 | indexshare ...`."""
 
 from __future__ import annotations
 
 import argparse
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from rl.config import Config, ConfigError
@@ -29,6 +30,19 @@ def parser() -> argparse.ArgumentParser:
             c.add_argument(
                 "--dry-run", action="store_true", help="print the resolved config and the plan, start nothing"
             )
+    evaluated = commands.add_parser("eval", help="evaluate a policy on held-out prompts")
+    evaluated.add_argument(
+        "checkpoint", type=Path, help="an exported policy's folder, a run, or one of its checkpoints"
+    )
+    evaluated.add_argument("overrides", nargs="*", metavar="key=value", help="such as eval.prompts=512 eval.samples=8")
+    evaluated.add_argument(
+        "--tasks",
+        nargs="+",
+        default=[],
+        metavar="TASK",
+        help="built-in or reasoning-gym tasks, environments (module:function), YAML experiments (default: the run's)",
+    )
+    evaluated.add_argument("--out", type=Path, help="JSON file to write (default: CHECKPOINT/eval.json)")
     compared = commands.add_parser("compare", help="run configurations with several seeds at one budget, and report")
     compared.add_argument("words", nargs="+", metavar="config | key=value", help="YAML files; overrides are for all")
     compared.add_argument("--seeds", type=int, default=3, help="seeds of each configuration (default: %(default)s)")
@@ -62,7 +76,7 @@ def parse(words: list[str]) -> argparse.Namespace:
     """The command line; overrides may stand after a flag, which argparse itself does not take."""
     p = parser()
     args, rest = p.parse_known_args(words)
-    overrides = {"train": "overrides", "compare": "words"}.get(args.command)
+    overrides = {"train": "overrides", "eval": "overrides", "compare": "words"}.get(args.command)
     if rest and (overrides is None or any(word.startswith("-") for word in rest)):
         p.error(f"unrecognized arguments: {' '.join(rest)}")
     if overrides is not None:
@@ -81,6 +95,8 @@ def main(argv: list[str] | None = None) -> int:
             print(plan(load(args.config, args.overrides)))
         elif args.command == "compare":
             return _compare(args)
+        elif args.command == "eval":
+            return _eval(args)
         elif args.command == "report":
             from rl.compare import report
 
@@ -131,22 +147,44 @@ def _train(config: Config, dry_run: bool) -> int:
         print(f"longppo: warning: {line}", file=sys.stderr)
     if dry_run:
         return 0
+    from rl.train import run_directory, train
+
+    def run() -> None:
+        directory = train(config)
+        print(f"done: {directory}\ncurves: {Path(sys.executable).parent}/tensorboard --logdir {directory}")
+
+    return _guarded(run, run_directory(config) / "error.log")
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from rl.eval_checkpoint import evaluate_checkpoint
+
+    overrides = [word for word in [*args.tasks, *args.overrides] if "=" in word]
+    if stray := [word for word in args.overrides if "=" not in word]:
+        raise ConfigError(f"override: {stray[0]!r} given, must be key=value, such as eval.samples=8")
+    names = [word for word in args.tasks if "=" not in word]
+
+    def run() -> None:
+        told, file = evaluate_checkpoint(args.checkpoint, names, overrides, args.out)
+        print(f"{told}\nwritten: {file}")
+
+    return _guarded(run, (args.out or args.checkpoint / "eval.json").with_name("error.log"))
+
+
+def _guarded(work: Callable[[], object], log: Path) -> int:
+    """Do what starts actors. What the cluster or the user's own code cannot do is one line, as is an actor that fails,
+    whose traceback goes to `log`."""
     from rl.cluster import ClusterTooSmall, WorkerFailure
     from rl.environments import EnvironmentFailure
     from rl.rewards import RewardError
-    from rl.train import run_directory, train
 
     try:
-        directory = train(config)
-    except ClusterTooSmall as error:
-        return _say(error, USER_ERROR)
-    except (RewardError, EnvironmentFailure) as error:
+        work()
+    except (ClusterTooSmall, RewardError, EnvironmentFailure) as error:
         return _say(error, USER_ERROR)
     except WorkerFailure as error:
-        log = run_directory(config) / "error.log"
         log.write_text(traceback.format_exc(), encoding="utf-8")
         return _say(error, FAILURE, f" (traceback: {log})")
-    print(f"done: {directory}\ncurves: {Path(sys.executable).parent}/tensorboard --logdir {directory}")
     return 0
 
 

@@ -86,7 +86,8 @@ class WorkerGroup:
 class Cluster:
     """Ray for one run: started or joined, checked for size, with one placement group per role."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, config: Config, wanted: Sequence[Role] | None = None) -> None:
+        """`wanted`: the roles to make room for, if not all of a training run's."""
         self._owned = not ray.is_initialized()
         if self._owned:
             os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
@@ -103,7 +104,7 @@ class Cluster:
                 raise ConfigError(
                     f"cluster.address: {config.cluster.address!r} given, must be the address of a running Ray cluster"
                 ) from error
-        self._roles = {role.name: role for role in roles(config)}
+        self._roles = {role.name: role for role in wanted or roles(config)}
         self._groups: dict[str, PlacementGroup] = {}
         self._env = worker_environment(config)
         self._timeout = config.cluster.placement_timeout_s

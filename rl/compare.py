@@ -6,8 +6,9 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, as_completed
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -187,10 +188,28 @@ def plan_job(arm: Arm, seed: int, out: Path) -> Job:
     return Job(name, directory, command, out / f"{name}.log")
 
 
+class Terminated(SystemExit):
+    """SIGTERM came."""
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """SIGTERM raises `Terminated` in here, with the exit code that a shell knows it by."""
+
+    def end(number: int, frame: object) -> None:
+        raise Terminated(128 + number)
+
+    before = signal.signal(signal.SIGTERM, end)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
 def run_all(jobs: Sequence[Job], at_once: int, planned: int) -> dict[str, str]:
     """Run the jobs, `at_once` of them side by side; returns the last error line of each that failed.
 
-    Ctrl-C reaches the runs once, by this function: each ends as it would alone, and none is started after it.
+    Ctrl-C and SIGTERM reach the runs once, by this function: each ends as it would alone, and none is started after it.
     """
     print(f"compare: {planned} runs, {planned - len(jobs)} of them finished before", flush=True)
     running: set[subprocess.Popen[bytes]] = set()
@@ -207,7 +226,7 @@ def run_all(jobs: Sequence[Job], at_once: int, planned: int) -> dict[str, str]:
             running.discard(process)
         return last_error(job.log, code) if code else None
 
-    with ThreadPoolExecutor(at_once) as pool:
+    with terminable(), ThreadPoolExecutor(at_once) as pool:
         futures: dict[Future[str | None], Job] = {pool.submit(run, job): job for job in jobs}
         try:
             for future in as_completed(futures):
@@ -215,11 +234,11 @@ def run_all(jobs: Sequence[Job], at_once: int, planned: int) -> dict[str, str]:
                 if error is not None:
                     failures[job.name] = error
                 print(f"compare: {job.name} {'failed' if error is not None else 'done'}", flush=True)
-        except KeyboardInterrupt:
+        except (KeyboardInterrupt, Terminated) as ended:
             with lock:
                 stopped.set()
                 for process in running:
-                    process.send_signal(signal.SIGINT)
+                    process.send_signal(signal.SIGTERM if isinstance(ended, Terminated) else signal.SIGINT)
             raise
     return {job.name: failures[job.name] for job in jobs if job.name in failures}
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from rl.curves import AXES, RunLog
+from rl.curves import AXES, RunLog, arm_and_seed
 from rl.document import Block, Heading, Picture, Table, Text
 from rl.fairness import differing, equal, shared
 from rl.figures import curves_png
@@ -21,6 +21,7 @@ from rl.statistics import (
     holm,
     iqm,
     iqm_interval,
+    paired_p,
     permutation_p,
 )
 
@@ -65,13 +66,16 @@ def comparison(logs: Sequence[RunLog], failures: Mapping[str, str] | None = None
     status = {log.name: failures.get(log.name) or log.missing() for log in logs}
     whole: Arms = by_arm(log for log in logs if not status[log.name])
     every = by_arm(logs)
+    # An arm of which nothing finished, or nothing was even logged, is a result too.
+    names = list(dict.fromkeys([*every, *(arm_and_seed(name)[0] for name in failures)]))
     metric = compared(logs)
-    blocks: list[Block] = [Heading("Comparison: " + ", ".join(every), 1), Text(_counts(logs, status, failures))]
+    blocks: list[Block] = [Heading("Comparison: " + ", ".join(names), 1), Text(_counts(logs, status, failures))]
     blocks += [Text(f"Not whole: {cut}.") for log in logs for cut in log.cuts]
     if whole and metric:
-        blocks += [Text(_claim(whole, metric)), Heading("Result"), *_result(whole, metric)]
+        blocks += [Text(_claim(whole, metric)), Heading("Result"), *_result(whole, names, metric)]
     if whole:
-        blocks += [Heading("Cost"), Text(_budget(whole)), _cost(whole)]
+        costs = {arm: whole.get(arm, []) for arm in names}
+        blocks += [Heading("Cost"), Text(_budget(whole)), _cost(costs)]
     blocks += [Heading("Curves"), *_pictures(every)]
     blocks += [Heading("What was equal, what differed"), *_fairness(every)]
     blocks += [Heading("Runs"), _runs(logs, status, failures, metric), Heading("Method"), *map(Text, METHOD)]
@@ -84,6 +88,9 @@ METHOD = (
     "which with fewer than four seeds is the plain mean.",
     f"Intervals: {CONFIDENCE:.0%} percentile bootstrap over seeds, for a difference within each arm. p: two-sided "
     "permutation test of the difference of interquartile means, adjusted for the number of pairs (Holm).",
+    "p over prompts: two-sided sign-flip test of the mean difference over held-out prompts at the last evaluation, a "
+    "prompt's score averaged over samples and seeds, adjusted in the same way. It tells whether the trained policies "
+    "differ, not whether the methods do: two runs of one method, with two seeds, may well end in policies that differ.",
     "Seconds are those spent in training steps; start-up, evaluations and checkpoints are left out. Generated tokens "
     "are those of training steps.",
 )
@@ -124,15 +131,45 @@ def _claim(arms: Arms, metric: str) -> str:
     fewest = min(map(len, arms.values()))
     if len(arms) < 2:
         return text + "One arm: nothing to compare it with."
+    return text + _seeds_claim(arms, metric, fewest) + _prompts_claim(arms)
+
+
+def _seeds_claim(arms: Arms, metric: str, fewest: int) -> str:
     if fewest < SEEDS_FOR_A_CLAIM:
-        return text + (
+        return (
             f"With {fewest} seed(s) in an arm this describes these runs; a statement of significance needs "
             f"{SEEDS_FOR_A_CLAIM} seeds of each arm and is not made."
         )
     found = [pair for pair, p in _pair_ps(arms, metric).items() if p < LEVEL]
     if not found:
-        return text + f"No two arms differ significantly at the {LEVEL:g} level."
-    return text + f"Significantly different at the {LEVEL:g} level: {', '.join(' and '.join(p) for p in found)}."
+        return f"No two arms differ significantly at the {LEVEL:g} level."
+    return f"Significantly different at the {LEVEL:g} level: {', '.join(' and '.join(p) for p in found)}."
+
+
+def _prompts_claim(arms: Arms) -> str:
+    """What pairs over prompts allow to say, which is of policies and not of methods."""
+    ps = _prompt_ps(arms)
+    if not ps:
+        return ""
+    found = ", ".join(" and ".join(pair) for pair, p in ps.items() if p < LEVEL)
+    return (
+        f" Prompt by prompt, the policies that these very runs ended with differ at the {LEVEL:g} level: "
+        f"{found or 'no two arms'}. What other seeds would have ended with this cannot know."
+    )
+
+
+def _prompt_ps(arms: Arms) -> dict[tuple[str, str], float]:
+    """Adjusted p of every pair over held-out prompts, a prompt's score averaged over samples and seeds; empty unless
+    all runs logged the scores of the same prompts."""
+    logs = [log for found in arms.values() for log in found]
+    scores = {arm: [s for log in found if (s := log.prompt_scores) is not None] for arm, found in arms.items()}
+    sizes = {len(s) for found in scores.values() for s in found}
+    asked = differing({log.name: log.config for log in logs})
+    if sum(map(len, scores.values())) < len(logs) or len(sizes) > 1 or any(map(shared, asked)):
+        return {}
+    means = {arm: np.mean(found, axis=0) for arm, found in scores.items()}
+    pairs = list(itertools.combinations(arms, 2))
+    return dict(zip(pairs, holm([float(paired_p(means[a], means[b])) for a, b in pairs]), strict=True))
 
 
 def _pair_ps(arms: Arms, metric: str) -> dict[tuple[str, str], float]:
@@ -144,7 +181,7 @@ def _pair_ps(arms: Arms, metric: str) -> dict[tuple[str, str], float]:
     return dict(zip(pairs, ps, strict=True))
 
 
-def _result(arms: Arms, metric: str) -> list[Block]:
+def _result(arms: Arms, names: Sequence[str], metric: str) -> list[Block]:
     outcomes = {arm: [outcome(log, metric) for log in logs] for arm, logs in arms.items()}
     threshold = common_threshold(
         [o.first for found in outcomes.values() for o in found],
@@ -165,6 +202,7 @@ def _result(arms: Arms, metric: str) -> list[Block]:
         first = float(np.mean([o.first for o in outcomes[arm]]))
         values = (f"{first:.4g}", _interval_text(finals(logs, metric)), _interval_text(best), *reached)
         rows.append((arm, str(len(logs)), *values))
+    rows += [(arm, "0", *["-"] * 5) for arm in names if arm not in arms]
     head = ("arm", "seeds", "first", "final", "best", "tokens to threshold", "seconds to threshold")
     blocks: list[Block] = [Text(f"{metric}. {said}"), Table(head, rows)]
     if len(arms) > 1:
@@ -173,13 +211,14 @@ def _result(arms: Arms, metric: str) -> list[Block]:
 
 
 def _pairs(arms: Arms, metric: str) -> Table:
-    ps = _pair_ps(arms, metric)
+    ps, over_prompts = _pair_ps(arms, metric), _prompt_ps(arms)
     rows = []
     for a, b in itertools.combinations(arms, 2):
         x, y = finals(arms[a], metric), finals(arms[b], metric)
         p = f"{ps[a, b]:.3g}" if ps else f"not tested: fewer than {SEEDS_FOR_A_CLAIM} seeds"
-        rows.append((f"{a} - {b}", f"{float(iqm(x) - iqm(y)):+.4g}{_bounds(difference_interval(x, y))}", p))
-    return Table(("difference", "final", "p"), rows)
+        q = f"{over_prompts[a, b]:.3g}" if over_prompts else "not known"
+        rows.append((f"{a} - {b}", f"{float(iqm(x) - iqm(y)):+.4g}{_bounds(difference_interval(x, y))}", p, q))
+    return Table(("difference", "final", "p", "p over prompts"), rows)
 
 
 def _reached(logs: Sequence[RunLog], metric: str, axis: str, threshold: float | None) -> str:

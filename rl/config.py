@@ -252,7 +252,12 @@ class EvalConfig:
     prompts: int = 256
     every: int = 10
     """Steps between evaluations; also before the first update and after the last. 0 switches it off."""
+    samples: int = 1
+    """Sampled responses to each prompt. With n of them eval/pass@k is estimated for k = 2, 4, 8, ... up to n."""
     temperature: float = 1.0
+    """Of the sampled responses."""
+    greedy: bool = True
+    """Also answer each prompt once by the likeliest tokens (eval/greedy)."""
 
 
 @dataclass

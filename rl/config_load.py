@@ -32,8 +32,12 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     absolute, since actors may run elsewhere; `extends` is relative to the file that says it.
     Raises ConfigError: one line that names the key, what was given and what is allowed.
     """
-    tree = _merge(_file(Path(path), ()), _overrides(overrides))
-    config = build(tree)
+    return resolve(_file(Path(path), ()), overrides)
+
+
+def resolve(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
+    """The same from the nested mappings that a file holds."""
+    config = build(_merge(tree, _overrides(overrides)))
     for section in (config.policy, config.critic, config.prompts):
         if section.path is not None:
             section.path = _located(section.path)

@@ -80,6 +80,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "algorithm.kl.coefficient": (0, 1e6),
     "eval.prompts": (1, 1e7),
     "eval.every": (0, 1e9),
+    "eval.samples": (1, 1e5),
     "eval.temperature": (0, 100),
     "checkpoint.every": (0, 1e9),
     "checkpoint.keep": (1, 1e6),
@@ -184,6 +185,10 @@ def _sampling(c: Config) -> None:
     r = c.rollout
     if r.temperature == 0:
         raise wrong("rollout.temperature", r.temperature, "above 0: training needs sampling")
+    if c.eval.temperature == 0 and c.eval.samples > 1:
+        raise wrong(
+            "eval.samples", c.eval.samples, "1 with eval.temperature=0: the likeliest tokens are always the same"
+        )
     if (r.top_p < 1 or r.top_k > 0) and not r.allow_truncated_sampling:
         raise ConfigError(
             f"rollout.top_p, rollout.top_k: {r.top_p}, {r.top_k} given, must be 1 and 0 (the engine would sample from "

@@ -24,6 +24,8 @@ RUN = re.compile(r"(?P<arm>.+)-seed(?P<seed>\d+)")
 EVENTS = "*tfevents*"
 AXES = ("steps", "generated tokens", "seconds in steps")
 GRID = 200
+SCORES = "eval/scores"
+"""Tag of every held-out prompt's score, which TensorBoard does not show."""
 
 
 @dataclass(frozen=True)
@@ -53,6 +55,8 @@ class RunLog:
     """One line for each event file that breaks off."""
     span: tuple[float, float] = (0.0, 0.0)
     """Wall-clock time of the first and the last event."""
+    prompt_scores: Float[np.ndarray, " prompts"] | None = None
+    """Mean score of each held-out prompt's samples at the last evaluation; None where it was not logged."""
 
     @property
     def steps(self) -> int:
@@ -129,11 +133,11 @@ def read_run(run: Path) -> RunLog:
     events.Reload()
     scalars = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
     times = [e.wall_time for logged in scalars.values() for e in logged]
-    named = RUN.fullmatch(run.resolve().name)
+    arm, seed = arm_and_seed(run.resolve().name)
     return RunLog(
         name=run.resolve().name,
-        arm=named["arm"] if named else run.resolve().name,
-        seed=int(named["seed"]) if named else 0,
+        arm=arm,
+        seed=seed,
         curves={tag: _curve({e.step: e.value for e in logged}) for tag, logged in scalars.items()},
         config=_config(run, events),
         cuts=tuple(
@@ -142,7 +146,22 @@ def read_run(run: Path) -> RunLog:
             if (whole := whole_records(file)) < file.stat().st_size
         ),
         span=(min(times, default=0.0), max(times, default=0.0)),
+        prompt_scores=_prompt_scores(events),
     )
+
+
+def arm_and_seed(name: str) -> tuple[str, int]:
+    """Of a run's name; one that was named otherwise is an arm of its own."""
+    named = RUN.fullmatch(name)
+    return (named["arm"], int(named["seed"])) if named else (name, 0)
+
+
+def _prompt_scores(events: Any) -> np.ndarray | None:
+    from tensorboard.util.tensor_util import make_ndarray
+
+    if SCORES not in events.Tags()["tensors"]:
+        return None
+    return np.asarray(make_ndarray(events.Tensors(SCORES)[-1].tensor_proto))
 
 
 def whole_records(file: Path) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -121,6 +121,10 @@ class PromptSource:
         """The beginning of the first training prompt: what trainer and engine both score after a weight update."""
         first = self._take(self._records.training, 0, 1)[0][0]
         return replace(first, ids=first.ids[:tokens])
+
+    def pieces(self, ids: Sequence[int]) -> list[str]:
+        """The text of each token by itself, special ones by their names."""
+        return self._tokenizer.batch_decode([[i] for i in ids])
 
     def state(self) -> dict[str, int]:
         """What a checkpoint keeps."""

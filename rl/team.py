@@ -44,10 +44,18 @@ def assemble(config: Config, cluster: Cluster) -> Team:
         critic = cluster.group("critic", CriticWorker, lambda rank: (config, rank, ranks))
     if config.algorithm.kl.where != "none" and not config.policy.lora.rank:
         reference = cluster.group("reference", ReferenceWorker, lambda rank: (config,))
-    starting = {g.role: g.start("setup", *_rendezvous(g)) for g in (policy, critic) if g}
-    counts = {role: pending.get()[0] for role, pending in starting.items()}
+    counts = set_up([g for g in (policy, critic) if g])
     rollout.wait_ready()
     return Team(policy, critic, reference, rollout, counts)
+
+
+def set_up(groups: Sequence[WorkerGroup]) -> dict[str, dict[str, int]]:
+    """Let every learner build its model and join the other ranks of its group, all groups at once.
+
+    Returns each role's parameter counts.
+    """
+    starting = {g.role: g.start("setup", *_rendezvous(g)) for g in groups}
+    return {role: pending.get()[0] for role, pending in starting.items()}
 
 
 def _rendezvous(group: WorkerGroup) -> tuple[str, int]:

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import html
 import json
-import re
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,12 +11,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 import numpy as np
+import torch
 from torch.utils.tensorboard import SummaryWriter
 from torch.utils.tensorboard.summary import hparams
 from tqdm import tqdm
 
 from rl.config import Config, ConfigError
 from rl.config_load import to_yaml
+from rl.sample_tables import SURROGATES, Pieces, numbers, table, value_picture, value_tables
 from rl.trajectory import Trajectory
 
 if TYPE_CHECKING:
@@ -34,14 +34,13 @@ TABLE_ROWS = 8
 History = list[tuple[int, dict[str, float]]]
 """Metrics by step, in the order they were logged; a step with an evaluation appears twice."""
 
-_SURROGATES = re.compile("[\ud800-\udfff]")
-
 
 class Telemetry:
     """A run directory and what is written there. The caller says which step it is."""
 
-    def __init__(self, directory: Path, config: Config):
+    def __init__(self, directory: Path, config: Config, pieces: Pieces):
         self.directory = directory
+        self._pieces = pieces
         self.history: History = []
         self._config = config
         self._writer: SummaryWriter | None = None
@@ -49,8 +48,8 @@ class Telemetry:
         self._alerted: set[str] = set()
 
     @classmethod
-    def open(cls, directory: Path, config: Config) -> Telemetry:
-        """Make the run directory with its `config.yaml`.
+    def open(cls, directory: Path, config: Config, pieces: Pieces = numbers) -> Telemetry:
+        """Make the run directory with its `config.yaml`. `pieces` tells the text of each token.
 
         Raises ConfigError where a run is already, unless `run.resume` says to go on with it.
         """
@@ -62,15 +61,26 @@ class Telemetry:
             )
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.yaml").write_text(to_yaml(config), encoding="utf-8")
-        telemetry = cls(directory, config)
+        telemetry = cls(directory, config, pieces)
         telemetry.history = [(record.pop("step"), record) for record in read_jsonl(directory / METRICS)]
         return telemetry
 
-    def log(self, step: int, trajectories: Sequence[Trajectory], metrics: dict[str, float]) -> None:
-        """Write a step's metrics and some of its trajectories, and flush: what was logged survives a kill."""
+    def log(
+        self,
+        step: int,
+        trajectories: Sequence[Trajectory],
+        metrics: dict[str, float],
+        arrays: Mapping[str, np.ndarray] | None = None,
+    ) -> None:
+        """Write a step's metrics and some of its trajectories, and flush: what was logged survives a kill.
+
+        `arrays` are numbers for later readers of the event files, which TensorBoard does not show.
+        """
         writer = self._writer or self._start(step)
         self.history.append((step, metrics))
         _append(self.directory / METRICS, [{"step": step, **metrics}])
+        for name, array in (arrays or {}).items():
+            writer.add_tensor(name, torch.from_numpy(array), step)
         for name, value in metrics.items():
             writer.add_scalar(name, value, step)
         if trajectories:
@@ -130,7 +140,12 @@ class Telemetry:
     def _samples(self, writer: SummaryWriter, step: int, trajectories: Sequence[Trajectory], kind: str) -> None:
         chosen = spread(trajectories, SAMPLES_PER_STEP)
         _append(self.directory / SAMPLES, [sample(t, step, kind) for t in chosen])
-        writer.add_text(f"samples/{kind}", table(spread(chosen, TABLE_ROWS)), step)
+        shown = spread(chosen, TABLE_ROWS)
+        writer.add_text(f"samples/{kind}", table(shown), step)
+        if judged := [t for t in shown if t.values is not None and t.actions]:
+            writer.add_text("samples/values", value_tables(judged, self._pieces), step)
+            picture = value_picture(judged, self._pieces)
+            writer.add_figure("samples/values", picture, step, close=False)
         scores = [t.score for t in trajectories if t.score is not None]
         if scores:
             writer.add_histogram(f"histogram/{kind}/reward", np.array(scores), step)
@@ -241,16 +256,6 @@ def sample(t: Trajectory, step: int, kind: str) -> dict[str, Any]:
     }
 
 
-def table(trajectories: Sequence[Trajectory], longest: int = 600) -> str:
-    """Trajectories as a markdown table; the middle of long texts is left out."""
-    rows = ["| score | end | prompt | response | answer |", "|---|---|---|---|---|"]
-    for t in trajectories:
-        score = "" if t.score is None else f"{t.score:.3g}"
-        texts = (_cell(text, longest) for text in (t.prompt_text, t.text, t.answer))
-        rows.append(f"| {score} | {t.finish_reason} | {' | '.join(texts)} |")
-    return "\n".join(rows)
-
-
 def flat(config: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """A configuration's leaves by dotted key."""
     for field in dataclasses.fields(config):
@@ -276,20 +281,10 @@ def _training(metrics: dict[str, float]) -> bool:
     return not all(name.startswith("eval/") for name in metrics)
 
 
-def _cell(text: str, longest: int) -> str:
-    if len(text) > longest:
-        text = f"{text[: longest // 2]} ... {text[-longest // 2 :]}"
-    # A summary is a protobuf string, which a lone surrogate would not enter.
-    text = html.escape(_SURROGATES.sub("\ufffd", text), quote=False)
-    for mark in "|`*_[]\\~":  # what markdown would read as a sign
-        text = text.replace(mark, f"&#{ord(mark)};")
-    return text.replace("\r", "").replace("\n", "<br>")
-
-
 def _line(record: dict[str, Any]) -> str:
     """One line of JSON in which every text stays legible and reads back equal: a lone surrogate, which UTF-8
     cannot hold, is escaped, and nothing else."""
-    return _SURROGATES.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(record, ensure_ascii=False)) + "\n"
+    return SURROGATES.sub(lambda m: f"\\u{ord(m[0]):04x}", json.dumps(record, ensure_ascii=False)) + "\n"
 
 
 def _append(path: Path, records: Iterable[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from critic import diagnostics
-from rl import checkpoint, rewards
+from rl import checkpoint, evaluation, rewards
 from rl.algorithms import Targets, needs_critic, needs_old_logprobs, targets
 from rl.checkpoint import DriverState
 from rl.cluster import Cluster, Pending
@@ -212,17 +212,11 @@ def sync_weights(run: Run) -> dict[str, float]:
     return {"sync/probe_gap": gap}
 
 
-def evaluate(run: Run) -> tuple[list[Trajectory], dict[str, float]]:
-    """Success on the held-out prompts; the same prompts and seeds every time."""
-    e = run.config.eval
-    batch = run.team.rollout.generate(run.prompts.held_out(e.prompts), 1, step=-1, temperature=e.temperature)
-    scores = rewards.score(run.score, batch)
-    scored = [replace(t, score=s) for t, s in zip(batch, scores, strict=True)]
-    return scored, {
-        "eval/success": float(np.mean(scores)),
-        "eval/response_tokens": float(np.mean([len(t.response_ids) for t in batch])),
-        "eval/truncated": float(np.mean([t.finish_reason == "length" for t in batch])),
-    }
+def evaluate(run: Run, telemetry: Telemetry) -> None:
+    """Log how good the policy is on the held-out prompts; the same prompts and seeds every time."""
+    settings = run.config.eval
+    found = evaluation.evaluate(run.team.rollout, run.prompts.held_out(settings.prompts), run.score, settings)
+    telemetry.log(run.step, found.sampled, found.metrics(), {"eval/scores": found.scores.mean(1)})
 
 
 def save(run: Run, root: Path) -> None:
@@ -258,9 +252,11 @@ def run_directory(config: Config) -> Path:
 def train(config: Config) -> Path:
     """Run the experiment; returns its directory. Raises ConfigError, ClusterTooSmall, WorkerFailure, RewardError."""
     directory = run_directory(config)
-    prompts = PromptSource.open(config)  # before anything starts: a bad prompt file is the user's to mend
+    if config.run.resume and (found := checkpoint.complete(directory / "checkpoints")):
+        checkpoint.driver_state(found[-1])  # before anything starts: what cannot be read is the user's to mend
+    prompts = PromptSource.open(config)
     score = rewards.resolve(config.reward.function)
-    telemetry = Telemetry.open(directory, config)
+    telemetry = Telemetry.open(directory, config, prompts.pieces)
     cluster = Cluster(config)
     try:
         probe = prompts.probe()
@@ -295,7 +291,7 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         restore(run, found[-1])
     sync_weights(run)
     if config.eval.every and run.step == 0:
-        telemetry.log(0, *evaluate(run))
+        evaluate(run, telemetry)
     while not finished(run):
         start, before = time.perf_counter(), run.tokens
         learned, metrics = train_step(run)
@@ -315,7 +311,7 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         )
         telemetry.alert(run.step, diagnostics.alerts([m for _, m in telemetry.history]))
         if config.eval.every and (last or run.step % config.eval.every == 0):
-            telemetry.log(run.step, *evaluate(run))
+            evaluate(run, telemetry)
             if learned.returns:
                 calibration = diagnostics.calibration(predictions(learned))
                 telemetry.figure(run.step, "critic/calibration", diagnostics.calibration_figure(calibration))

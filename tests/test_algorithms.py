@@ -123,6 +123,8 @@ def test_the_spread_is_of_the_advantages_that_the_policy_sees():
     metrics = targets(batch, AlgorithmConfig()).metrics
     assert metrics["advantages/mean"] == pytest.approx(0, abs=1e-6)
     assert metrics["advantages/std"] == pytest.approx(1, abs=1e-6)
+    # Values are 0 and lambda 1: every token's advantage is its trajectory's score.
+    assert metrics["advantages/raw_std"] == pytest.approx(np.std([1.0] * 3 + [0.0] * 5 + [4.0] * 2))
 
 
 def test_empty_responses_and_observations_are_left_alone():

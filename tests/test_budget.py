@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -27,9 +28,9 @@ def stage(monkeypatch):
         run.tokens, run.trained_tokens, now[0] = run.tokens + TOKENS, run.trained_tokens + TRAINED, now[0] + SECONDS
         return [], {}
 
-    def evaluation(run):
+    def evaluation(run, telemetry):
         now[0] += 100.0  # an evaluation costs none of the budget
-        return [], {"eval/success": 0.5}
+        telemetry.log(run.step, [], {"eval/success": 0.5})
 
     monkeypatch.setattr(rl.train, "train_step", step)
     monkeypatch.setattr(rl.train, "sync_weights", lambda run: {})
@@ -73,12 +74,32 @@ def test_a_run_ends_with_the_step_that_spends_a_budget_evaluated_and_saved(tmp_p
 
 
 @pytest.mark.usefixtures("stage")
+@pytest.mark.parametrize("budget", range(20, 45, 3))
+def test_arms_with_steps_of_other_sizes_spend_the_same_to_within_one_step(tmp_path, budget, monkeypatch):
+    for cost in (3, 7, 10):
+        monkeypatch.setitem(globals(), "TOKENS", cost)
+        run, _ = go(tmp_path / str(cost), BudgetConfig(generated_tokens=budget))
+        assert budget <= run.tokens < budget + cost
+
+
+@pytest.mark.usefixtures("stage")
 def test_a_resumed_run_has_spent_what_its_predecessor_spent(tmp_path):
     go(tmp_path, BudgetConfig(seconds=10.0), steps=3)
     run, logged = go(tmp_path, BudgetConfig(seconds=10.0), resume=True)
     assert (run.step, run.seconds) == (5, 10.0)
     run, logged = go(tmp_path, BudgetConfig(seconds=10.0), resume=True)
     assert (run.step, logged) == (5, []), "a finished run makes no step"
+
+
+@pytest.mark.usefixtures("stage")
+def test_a_checkpoint_of_another_version_is_one_line(tmp_path):
+    go(tmp_path, BudgetConfig(), steps=1)
+    file = tmp_path / "checkpoints" / "step-000001" / "driver.json"
+    state = json.loads(file.read_text())
+    del state["seconds"]
+    file.write_text(json.dumps(state))
+    with pytest.raises(ConfigError, match=r"^run\.resume: .*step-000001 given, must be .* differs in seconds$"):
+        go(tmp_path, BudgetConfig(), resume=True)
 
 
 def test_without_a_budget_the_number_of_steps_decides():

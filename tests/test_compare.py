@@ -6,15 +6,17 @@ import dataclasses
 import os
 import re
 import shutil
+import signal
 import sys
 
 import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tensorboard.plugins.custom_scalar.layout_pb2 import Layout
 
 import rl.compare
 from rl import cli, compare_report
-from rl.compare import Job, check_arms, last_error, load_arms, run_all
+from rl.compare import Job, Terminated, check_arms, last_error, load_arms, run_all
 from rl.compare_report import comparison
 from rl.config import BudgetConfig, Config, ConfigError
 from rl.curves import Curve, RunLog, event_files
@@ -187,33 +189,40 @@ def test_runs_made_with_other_keys_are_not_mixed_in(arms, tmp_path, trainer, cap
     assert len(trainer()) == 2
 
 
-def test_ctrl_c_reaches_the_runs_once_and_no_other_starts(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("number", "raised"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, Terminated)])
+def test_a_signal_reaches_the_runs_once_and_no_other_starts(tmp_path, monkeypatch, number, raised):
+    """The runs are not in this process's group: what ends this one must be handed on, or they go on alone."""
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     code = f"""
 import signal, sys
-signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have started us with it ignored
-try:
-    open({str(fifo)!r}, "w").write("ready")
-    signal.pause()
-except KeyboardInterrupt:
-    open({str(tmp_path)!r} + "/" + sys.argv[1], "a").write("interrupted")
+def ended(number, frame):
+    open({str(tmp_path)!r} + "/" + sys.argv[1], "a").write(signal.Signals(number).name)
     sys.exit(130)
+for number in (signal.SIGINT, signal.SIGTERM):
+    signal.signal(number, ended)
+open({str(fifo)!r}, "w").write("ready")
+signal.pause()
 """
     jobs = [
         Job(name, tmp_path, [sys.executable, "-S", "-c", code, name], tmp_path / f"{name}.log") for name in ("a", "b")
     ]
 
-    def interrupted(futures):
+    def signalled(futures):
         with fifo.open() as ready:
             assert ready.read() == "ready"
-        raise KeyboardInterrupt
+        if number == signal.SIGINT:
+            raise KeyboardInterrupt  # Python's own doing, unless a shell started us with the signal ignored
+        signal.raise_signal(number)
+        return []
 
-    monkeypatch.setattr(rl.compare, "as_completed", interrupted)
-    with pytest.raises(KeyboardInterrupt):
+    monkeypatch.setattr(rl.compare, "as_completed", signalled)
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(raised):
         run_all(jobs, 1, 2)
-    assert (tmp_path / "a").read_text() == "interrupted"
+    assert (tmp_path / "a").read_text() == number.name
     assert not (tmp_path / "b").exists()
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 @pytest.mark.parametrize(
@@ -309,6 +318,36 @@ def test_unfinished_and_failed_runs_are_named_and_in_no_mean(told):
     assert tables["run"]["b-seed1"]["state"] == "failed before its first number: no memory"
 
 
+def test_an_arm_of_which_nothing_finished_is_in_title_and_tables(monkeypatch):
+    """One arm failed before its first number, another in the middle."""
+    monkeypatch.setattr(compare_report, "curves_png", lambda *_: None)
+    blocks = comparison([log_of("a", 0, 0.5), log_of("c", 0, 0.5)], {"b-x-seed0": "no memory", "c-seed0": "no"})
+    assert blocks[0].text == "Comparison: a, c, b-x"
+    tables = {b.head[0]: b for b in blocks if isinstance(b, Table)}
+    assert [row[:4] for row in tables["arm"].rows[1:]] == [("c", "0", "-", "-"), ("b-x", "0", "-", "-")]
+    assert tables["mean over seeds"].head == ("mean over seeds", "a", "c", "b-x")
+    assert all(row[2:] == ("-", "-") for row in tables["mean over seeds"].rows)
+
+
+def test_pairs_over_prompts_speak_of_policies_and_not_of_methods(told):
+    rng = np.random.default_rng(0)
+    hard = rng.random(256)
+
+    def arms(shift):
+        scores = {arm: hard + rng.normal(0, 0.1, (2, 256)) + (shift if arm == "b" else 0) for arm in "ab"}
+        return [log_of(arm, s, 0.5, prompt_scores=scores[arm][s]) for arm in "ab" for s in (0, 1)]
+
+    text, tables = told(arms(0.1))
+    assert "policies that these very runs ended with differ at the 0.05 level: a and b. What other seeds" in text
+    assert float(tables["difference"]["a - b"]["p over prompts"]) < 0.001
+    text, tables = told(arms(0.0))
+    assert "differ at the 0.05 level: no two arms." in text
+    for unlike in ({"prompt_scores": None}, {"prompt_scores": np.zeros(9)}, {"config_texts": {"prompts.seed": "1"}}):
+        text, tables = told([*arms(0.1), log_of("b", 2, 0.5, **{"prompt_scores": np.zeros(256)} | unlike)])
+        assert tables["difference"]["a - b"]["p over prompts"] == "not known"
+        assert "Prompt by prompt" not in text
+
+
 def test_what_was_not_equal_is_said(told):
     other, slow = Config(), Config()
     other.prompts.seed, slow.policy.optimizer.lr = 5, 0.25
@@ -375,9 +414,13 @@ def test_a_report_of_runs_from_event_files_alone(tmp_path, capsys):
         (2, pytest.approx(0.45)),
         (4, pytest.approx(0.65)),
     ]
+    assert overlay.Scalars("eval/success_low")
     layout = EventAccumulator(str(tmp_path / "overlay"))
     layout.Reload()
-    assert b"eval/success_low" in layout.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0]
+    charts = Layout.FromString(layout.Tensors("custom_scalars__config__")[0].tensor_proto.string_val[0])
+    found = {chart.title: chart.margin.series[0] for category in charts.category for chart in category.chart}
+    success = found["eval/success"]
+    assert [success.value, success.lower, success.upper] == [f"eval/success_{x}" for x in ("mean", "low", "high")]
 
 
 def test_a_report_is_refused_where_it_would_hide_something(tmp_path, capsys):
@@ -412,3 +455,33 @@ def test_seeds_change_sampling_and_arms_draw_from_one_stream():
     held_out = [[(p.index, p.ids.tolist()) for p in source.held_out(8)] for source in (ppo, other, grpo)]
     assert held_out[0] == held_out[1] == held_out[2]
     assert request_seed(0, 1, 2, 3) != request_seed(1, 1, 2, 3)
+
+
+def test_the_first_evaluation_asks_every_arm_the_same():
+    """The same tokens with the same sampling seeds, whatever the arm and the step: one policy then gives one number."""
+    from rl.config_load import load
+    from rl.evaluation import evaluate
+    from rl.prompts import PromptSource
+    from rollout.engine import Sample
+    from rollout.pool import RolloutPool
+
+    def asked(name, seed):
+        config, seen = load(f"configs/{name}.yaml", [f"run.seed={seed}", "eval.prompts=8", "eval.samples=2"]), []
+
+        class Asked(RolloutPool):
+            def _ask(self, requests):
+                seen.extend(requests[0])
+                sample = Sample(np.zeros(1, np.int32), np.zeros(1, np.float32), "stop", "", 0)
+                return [[sample] * len(share) for share in requests]
+
+        pool = Asked(config, [None], ["engine"], {})
+        held_out = PromptSource.open(config).held_out(config.eval.prompts)
+        evaluate(pool, held_out, lambda batch: [0.0] * len(batch), config.eval)
+        return seen
+
+    ppo, sao, grpo, other = asked("ppo", 3), asked("sao", 3), asked("grpo", 3), asked("ppo", 4)
+    assert len(ppo) == 8 * 2 + 8
+    assert ppo == sao == grpo
+    assert [r.prompt_ids for r in other] == [r.prompt_ids for r in ppo]
+    assert not {r.seed for r in other} & {r.seed for r in ppo}
+    assert len({r.seed for r in ppo[:16]}) == 16

@@ -31,7 +31,8 @@ def write_run(root: Path, name: str = "ppo", seed: int = 0, first: int = 1, last
         spent = {"rollout/tokens": 100.0 * step, "policy/trained_tokens": 50.0 * step, "time/step": 2.0}
         telemetry.log(step, [], {"reward/mean": step / 10, **spent})
         if step % 2 == 0:
-            telemetry.log(step, [], {"eval/success": 0.25 + step / 10})
+            scores = {"eval/scores": np.array([step / 10, 0.5])}
+            telemetry.log(step, [], {"eval/success": 0.25 + step / 10}, scores)
     telemetry.close()
     return root / f"{name}-seed{seed}"
 
@@ -53,6 +54,7 @@ def test_a_resumed_run_has_one_value_for_each_step(tmp_path):
     log = read_run(write_run(tmp_path, first=3))
     assert len(event_files(tmp_path / "ppo-seed0")) == 2
     assert log.curves["reward/mean"].steps.tolist() == [1, 2, 3, 4]
+    assert log.prompt_scores.tolist() == [0.4, 0.5]
     assert log.spent()["seconds"] == 8.0
 
 

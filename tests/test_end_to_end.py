@@ -19,6 +19,7 @@ import rl.train
 from rl import checkpoint
 from rl.cluster import Cluster, ClusterTooSmall, WorkerFailure
 from rl.config import Config, ConfigError, EvalConfig, KLConfig
+from rl.eval_checkpoint import evaluate_checkpoint
 from rl.train import train
 
 pytestmark = pytest.mark.usefixtures("ray_session")
@@ -34,7 +35,7 @@ def base(tiny_policy_dir) -> Config:
     config.rollout.max_response_tokens = 6
     config.step.prompts_per_step, config.step.samples_per_prompt = 4, 2
     config.step.optimizer_steps, config.step.epochs = 2, 2
-    config.eval = EvalConfig(prompts=4, every=2)
+    config.eval = EvalConfig(prompts=4, every=2, samples=2)
     config.checkpoint.every = 1
     config.run.steps = 2
     config.reward.function = "tests.test_end_to_end:letters"
@@ -97,7 +98,8 @@ def test_a_run_leaves_everything_it_promises(finished):
         "time/step",
     ):
         assert scalars(run, tag), tag
-    assert set(scalars(run, "eval/success")) == {0, 2}
+    for tag in ("success", "greedy", "pass@2"):
+        assert set(scalars(run, f"eval/{tag}")) == {0, 2}
     assert set(scalars(run, "reward/mean")) == {1, 2}
     assert scalars(run, "mismatch/k3")[1] < 1e-6
     assert scalars(run, "kl/reference")[1] == pytest.approx(0, abs=1e-5)  # nothing has moved yet
@@ -123,6 +125,20 @@ def test_the_exported_policy_is_a_plain_folder_with_new_weights(finished):
     assert any("q_b_proj" in k for k in moved)
     assert not any(".indexer." in k or k.endswith("mlp.gate.weight") for k in moved)
     assert AutoTokenizer.from_pretrained(run / "policy")("ab")["input_ids"]
+
+
+@pytest.mark.slow
+def test_evaluating_a_runs_last_checkpoint_gives_its_last_evaluation(finished, tmp_path):
+    """The same prompts, seeds, weights and reward."""
+    _, run = finished
+    out = tmp_path / "eval.json"
+    table, _ = evaluate_checkpoint(run / "checkpoints/step-000002", [], [], out)
+    (told,) = json.loads(out.read_text())["tasks"].values()
+    for name, value in told["metrics"].items():
+        assert value == pytest.approx(scalars(run, f"eval/{name}")[2], abs=1e-6), name
+    assert {"success", "greedy", "pass@2"} <= set(told["metrics"])
+    assert len(told["scores"]) == 4
+    assert "recall" in table
 
 
 def test_an_existing_run_is_refused(finished):

@@ -8,15 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import matplotlib.image
 import numpy as np
 import pytest
+from matplotlib import colormaps
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from rl import telemetry
 from rl.config import Config, ConfigError
 from rl.config_load import load
 from rl.report import report, write_report
-from rl.telemetry import Lines, Telemetry, headline, read_jsonl, spread, table
+from rl.sample_tables import numbers, table, value_tables
+from rl.telemetry import Lines, Telemetry, headline, read_jsonl, spread
 from rl.trajectory import Trajectory
 
 STEPS = 4
@@ -145,6 +148,71 @@ def test_the_table_holds_any_text() -> None:
     assert all(row.count("|") == 6 for row in rows)
     assert "<script>" not in rows[2]
     rows[2].encode()  # what a protobuf string demands
+
+
+JUDGED = {
+    "values": np.array([0.0, 0.5, 1.0, 9.0], np.float32),
+    "advantages": np.array([1.0, -0.5, 0.25], np.float32),
+    "action_mask": np.array([True, False, True]),
+    "score": 1.0,
+}
+
+
+def test_values_stand_under_their_tokens() -> None:
+    """Bars between the lowest and highest value of an action; the value after the last token is no token's."""
+    told = value_tables([trajectory(1, **JUDGED)], lambda ids: ["a|", "\n", "</s>"][: len(ids)])
+    assert told.split("\n\n")[1].splitlines() == [
+        "| token | a&#124; | *⏎* | &lt;/s&gt; |",
+        "|---|---|---|---|",
+        "|  | ▁ | ▅ | █ |",
+        "| value | 0.00 | 0.50 | 1.00 |",
+        "| advantage | +1.00 | -0.50 | +0.25 |",
+        "| reward |  |  | 1 |",
+    ]
+    assert told.startswith("score 1, stop, after `a`")
+
+
+def test_tensorboard_keeps_the_table() -> None:
+    """Its own cleaning of markdown, which takes styles and colours away."""
+    from tensorboard.plugin_util import markdown_to_safe_html
+
+    page = markdown_to_safe_html(value_tables([trajectory(1, **JUDGED), trajectory(2, **JUDGED)], numbers))
+    assert page.count("<table>") == 2
+    assert "<th><em>1</em></th>" in page
+    for cell in ("█", "0.50", "-0.50"):
+        assert page.count(f"<td>{cell}</td>") == 2
+
+
+def test_an_environments_rewards_stand_where_they_were_paid() -> None:
+    paid = JUDGED | {"token_rewards": np.array([0.5, 0, 0.5], np.float32)}
+    assert "| reward | 0.5 |  | 0.5 |" in value_tables([trajectory(1, **paid)], numbers)
+
+
+def test_long_responses_break_into_lines_and_lose_their_middle() -> None:
+    n = 100
+    long = trajectory(
+        1, response_ids=np.arange(n), action_mask=np.ones(n, bool), values=np.linspace(0, 1, n + 1), score=None
+    )
+    told = value_tables([long], numbers)
+    heads = [line for line in told.splitlines() if line.startswith("| token")]
+    assert [len(head.split("|")) - 3 for head in heads] == [16] * 4
+    assert [heads[1].split(" | ")[-1], heads[2].split(" | ")[1]] == ["31 |", "68"]
+
+
+def test_values_are_in_the_event_files_as_text_and_as_a_picture(tmp_path: Path) -> None:
+    t = Telemetry.open(tmp_path, Config(), lambda ids: [f"{i}\ud800$" for i in ids])
+    t.log(1, [trajectory(0, **JUDGED), trajectory(1)], {"reward/mean": 0.0})
+    t.close()
+    assert (
+        "| value | 0.00 |"
+        in events(tmp_path).Tensors("samples/values/text_summary")[0].tensor_proto.string_val[0].decode()
+    )
+    (png,) = events(tmp_path).Images("samples/values")
+    pixels = matplotlib.image.imread(io.BytesIO(png.encoded_image_string))[..., :3]
+    red, green = (np.isclose(pixels, colormaps["RdYlGn"](x)[:3], atol=0.02).all(-1).sum() for x in (0.15, 0.85))
+    assert min(red, green) > 500, "the lowest value is red, the highest green"
+    write(tmp_path / "grpo", 1, 1).close()
+    assert "samples/values" not in events(tmp_path / "grpo").Tags()["images"], "no critic, no values"
 
 
 def test_samples_come_from_all_over_the_step() -> None:

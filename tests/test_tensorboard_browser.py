@@ -46,8 +46,9 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     telemetry = Telemetry.open(directory, Config())
     ids = np.arange(3, dtype=np.int32)
     sampled = Trajectory(
-        0, 0, ids, ids, ids >= 0, np.zeros(3, np.float32), "stop", 0, "1 + 1 =", "two | 寿司", "", "2", score=0.5
-    )
+        0, 0, ids, ids, ids >= 0, np.zeros(3, np.float32), "stop", 0, "1 + 1 =", "two | 寿司", "", "2", score=0.5,
+        values=np.array([0.125, 0.25, 0.75, 0], np.float32),
+    )  # fmt: skip
     for step in range(11):
         telemetry.log(step, [sampled], {"reward/mean": 0.25 + step / 20})
     telemetry.close()
@@ -75,6 +76,8 @@ def test_samples_are_a_table_and_hyperparameters_are_there(run: Path) -> None:
     with browser.tensorboard(run) as address, browser.page(address + "#text") as page:
         cell = page.locator("td", has_text="two | 寿司").first
         cell.wait_for(timeout=60_000)
+        for text in ("█", "0.75"):  # the critic's values, token by token
+            page.locator("td", has_text=text).first.wait_for(timeout=60_000)
         page.goto(address + "#hparams")
         page.reload()
         page.get_by_text("policy.optimizer.lr").first.wait_for(timeout=60_000)

@@ -40,6 +40,14 @@ class Identity:
         return json.dumps(asdict(self), sort_keys=True)
 
 
+def names() -> list[str]:
+    """Every task there is."""
+    _stand_in_for_pycosat()
+    from reasoning_gym.factory import DATASETS
+
+    return sorted(DATASETS)
+
+
 def question(identity: Identity) -> str:
     """The entry's question, with how to mark the answer."""
     return f"{_find(identity)[1]['question']}\n{INSTRUCTION}"
