@@ -45,7 +45,7 @@ class Study:
 
 
 FULL = Study({"recall": (64, 256, 1024), "games": (64, 256, 1024)}, seeds=3, tokens_per_length=640, longest=True)
-QUICK = Study({"recall": (32, 128)}, seeds=1, tokens_per_length=200, longest=False)
+QUICK = Study({"recall": (32, 128)}, seeds=1, tokens_per_length=140, longest=False)
 
 
 @dataclass(frozen=True)
