@@ -224,9 +224,9 @@ def standard_error(scores: np.ndarray) -> float | None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """A line for each task."""
+    """A line for each task; the last column is the standard error of `success` over prompts."""
     columns = list(dict.fromkeys(name for result in results.values() for name in result["metrics"]))
-    rows = [["task", "prompts", "samples", *columns, "standard error"]]
+    rows = [["task", "prompts", "samples", *columns, "success +-"]]
     for name, result in results.items():
         cells = [f"{result['metrics'][c]:.4g}" if c in result["metrics"] else "-" for c in columns]
         error = result["standard_error"]

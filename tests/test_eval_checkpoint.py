@@ -117,7 +117,7 @@ def test_the_table():
         "bcd": {"metrics": {"success": 0.25}, "standard_error": standard_error(np.array([0.25])), "scores": [[0.25]]},
     }
     assert table(results).splitlines() == [
-        "task  prompts  samples  success  pass@2  standard error",
+        "task  prompts  samples  success  pass@2  success +-",
         "a     2        2        0.5      0.75    0.12",
         "bcd   1        1        0.25     -       -",
     ]
