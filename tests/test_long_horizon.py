@@ -102,6 +102,9 @@ def test_the_study_is_drawn_from_what_its_runs_logged(tmp_path):
                 telemetry.log(4, [], {"eval/success": 0.5 + seed / 4})
                 telemetry.close()
     (tmp_path / "recall-128" / "broken-seed0").mkdir()
+    cut = Telemetry.open(tmp_path / "recall-128" / "sao-seed0", Config())  # 30 steps
+    cut.log(1, [], {"reward/mean": 0.1})
+    cut.close()
     files = write_study(tmp_path)
     assert [file.name for file in files] == ["study.json", "recall.png"]
     records = json.loads(files[0].read_text())
