@@ -160,4 +160,5 @@ def _curves(axes: Any, lengths: Mapping[int, Mapping[str, Sequence[RunLog]]], co
             if curve := log.against("eval/success", "generated tokens"):
                 axes.plot(*curve, color=colors[arm], lw=1.2, label=arm if log is runs[0] else None)
     axes.set(title=f"held-out success, {length} tokens an episode", xlabel="generated tokens")
+    axes.locator_params(axis="x", nbins=5)
     axes.legend(fontsize=8)
