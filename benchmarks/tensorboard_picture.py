@@ -3,8 +3,10 @@
     python benchmarks/tensorboard_picture.py runs/ppo-seed0 docs/tensorboard.png
     python benchmarks/tensorboard_picture.py runs/ppo-seed0 docs/samples.png --view text
     python benchmarks/tensorboard_picture.py runs/compare-ppo-grpo/overlay docs/overlay.png --view custom_scalars
+    python benchmarks/tensorboard_picture.py runs/ppo-seed0 docs/values.png --image samples/values
 
-Needs Debian's `chromium` (or another Chromium on PATH) and the package `playwright`.
+The last takes a picture that the run logged, as it is. The others need Debian's `chromium` (or another Chromium on
+PATH) and the package `playwright`.
 """
 
 from __future__ import annotations
@@ -95,6 +97,15 @@ def curve(opened: Any, tag: str) -> Any:
     return card
 
 
+def logged(run: Path, tag: str) -> bytes:
+    """The newest picture of that tag in a run's event files, as PNG. Raises KeyError."""
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    return events.Images(tag)[-1].encoded_image_string
+
+
 def main() -> None:
     """Take the picture."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -102,7 +113,11 @@ def main() -> None:
     parser.add_argument("picture", type=Path)
     parser.add_argument("--tag", default="", help="only tags that match this expression")
     parser.add_argument("--view", default="timeseries", help="timeseries, text, images, custom_scalars or hparams")
+    parser.add_argument("--image", help="the newest logged picture of this tag, without a browser")
     options = parser.parse_args()
+    if options.image:
+        options.picture.write_bytes(logged(options.run, options.image))
+        return
     with tensorboard(options.run) as address, page(f"{address}#{options.view}") as opened:
         if options.view != "timeseries":
             opened.wait_for_timeout(15_000)  # each view has elements of its own, and none that says it is done

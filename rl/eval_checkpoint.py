@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 ASKED = ("cluster", "prompts", "reward", "policy", "rollout", "eval")
 """Sections of a run that decide what an evaluation asks; how it trained says nothing here."""
 TASK = ("prompts", "reward", "rollout")
-"""Of these, the ones that are a task's own."""
+"""Of these, the ones that are a task's own; of the last only `LENGTHS`, since all tasks are asked of one pool."""
+LENGTHS = ("max_response_tokens", "max_turns", "max_turn_tokens", "max_model_len")
 
 
 @dataclass(frozen=True)
@@ -124,8 +125,8 @@ def find_tasks(source: Source, path: Path, names: Sequence[str], overrides: Sequ
         raise ConfigError(f"--tasks: none given, must be at least one: {path} belongs to no run that would name it")
     if twice := {name for name in names if names.count(name) > 1}:
         raise ConfigError(f"--tasks: {', '.join(sorted(twice))} given twice, must be different tasks")
-    chat = _has_chat_template(source.policy or Path(source.sections["policy"]["path"]))
-    trees = {name: _task(name, source.sections, chat) for name in names} or {"": {}}
+    policy = source.policy or Path(source.sections["policy"]["path"])
+    trees = {name: _task(name, source.sections, policy) for name in names} or {"": {}}
     found = []
     for name, own in trees.items():
         tree = {section: source.sections[section] for section in ASKED if section in source.sections} | own
@@ -139,25 +140,29 @@ def find_tasks(source: Source, path: Path, names: Sequence[str], overrides: Sequ
     return found
 
 
-def _task(name: str, sections: Mapping[str, Any], chat: bool) -> dict[str, Any]:
+def _task(name: str, sections: Mapping[str, Any], policy: Path) -> dict[str, Any]:
     """The sections that make a task of a name: a YAML experiment's, the run's own, or a built-in one's, which is asked
     in the chat template where there is one and the task is in English."""
+    rollout = sections.get("rollout", {})
     if name.endswith((".yaml", ".yml")):
-        config = load(name)
-        return {section: asdict(getattr(config, section)) for section in TASK}
+        config = load(name, [f"policy.path={policy}"])
+        lengths = {key: getattr(config.rollout, key) for key in LENGTHS}
+        return {"prompts": asdict(config.prompts), "reward": asdict(config.reward), "rollout": rollout | lengths}
     if sections.get("prompts", {}).get("name") == name:
         return {}
     from rl import tasks, tasks_text
     from rl.rewards import reasoning
 
+    chat = _has_chat_template(policy)
+    one_turn = rollout | {"max_turns": None, "max_turn_tokens": None}
     if name in tasks.TASKS:
-        return _named("task", name, "rl.rewards.exact:score")
+        return _named("task", name, "rl.rewards.exact:score") | {"rollout": one_turn}
     if name in tasks_text.TASKS:
-        return _named("task", name, "rl.rewards.instructions:score", chat)
+        return _named("task", name, "rl.rewards.instructions:score", chat) | {"rollout": one_turn}
     if ":" in name:
         return _named("environment", name, EPISODE_RETURN)
     if name in reasoning.names():
-        return _named("reasoning_gym", name, "rl.rewards.reasoning:score", chat)
+        return _named("reasoning_gym", name, "rl.rewards.reasoning:score", chat) | {"rollout": one_turn}
     known = ", ".join([*tasks.TASKS, *tasks_text.TASKS])
     raise ConfigError(
         f"--tasks: {name!r} given, must be {known}, a reasoning-gym task, an environment (module:function) "
@@ -224,9 +229,9 @@ def standard_error(scores: np.ndarray) -> float | None:
 
 
 def table(results: Mapping[str, Any]) -> str:
-    """A line for each task."""
+    """A line for each task; the last column is the standard error of `success` over prompts."""
     columns = list(dict.fromkeys(name for result in results.values() for name in result["metrics"]))
-    rows = [["task", "prompts", "samples", *columns, "standard error"]]
+    rows = [["task", "prompts", "samples", *columns, "success +-"]]
     for name, result in results.items():
         cells = [f"{result['metrics'][c]:.4g}" if c in result["metrics"] else "-" for c in columns]
         error = result["standard_error"]

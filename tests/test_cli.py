@@ -157,6 +157,28 @@ def test_a_command_that_does_not_exist_is_exit_2(words, capsys):
     assert "usage: longppo" in capsys.readouterr().err
 
 
+def test_evaluating_prints_a_table_and_says_where_the_rest_is(monkeypatch, tmp_path, capsys):
+    from rl import eval_checkpoint
+    from rl.cluster import WorkerFailure
+
+    asked: list[tuple] = []
+
+    def evaluate(*words):
+        asked.append(words)
+        return "task  success", tmp_path / "eval.json"
+
+    monkeypatch.setattr(eval_checkpoint, "evaluate_checkpoint", evaluate)
+    words = ["eval", str(tmp_path), "eval.prompts=8", "--tasks", "recall", "copying", "eval.samples=2"]
+    assert cli.main(words) == 0
+    assert asked == [(tmp_path, ["recall", "copying"], ["eval.samples=2", "eval.prompts=8"], None)]
+    assert capsys.readouterr().out == f"task  success\nwritten: {tmp_path}/eval.json\n"
+    failing = raises(WorkerFailure("rollout[0] died"))
+    monkeypatch.setattr(eval_checkpoint, "evaluate_checkpoint", lambda *words: failing(words))
+    assert cli.main(words) == 1
+    assert capsys.readouterr().err == f"longppo: rollout[0] died (traceback: {tmp_path}/error.log)\n"
+    assert "WorkerFailure" in (tmp_path / "error.log").read_text()
+
+
 def test_fetching_says_where_the_model_lies(monkeypatch, tmp_path, capsys):
     fetched: list[Path] = []
     stub = ModuleType("policy.smollm2")

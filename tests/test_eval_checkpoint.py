@@ -57,6 +57,20 @@ def test_a_run_is_asked_what_it_trained_on_whatever_its_budget(run):
     assert task.config.policy.path == str(run / "policy")
 
 
+def test_other_tasks_of_a_run_bring_their_own_lengths_and_leave_the_engines_alone(run):
+    """A game's turns are not a question's; one engine has one precision and one nucleus."""
+    fill(run / "policy", "config.json", "tokenizer_config.json")
+    (run / "other.yaml").write_text(
+        "rollout: {max_response_tokens: 99, top_k: 5, allow_truncated_sampling: true, dtype: bfloat16}\n"
+        "policy: {path: models/not-fetched}\nprompts: {name: copying, knobs: {length: 3}}\n"
+    )
+    first, second = find_tasks(find(run), run, ["recall", str(run / "other.yaml")], [])
+    assert (first.config.rollout.max_turns, first.config.rollout.max_response_tokens) == (None, 40)
+    assert (first.config.prompts.name, first.config.prompts.knobs) == ("recall", {})
+    assert (second.config.rollout.max_response_tokens, second.config.prompts.knobs) == (99, {"length": 3})
+    assert (second.config.rollout.top_k, second.config.rollout.dtype) == (0, "float32")
+
+
 def test_tasks_by_name():
     names = ["recall", "instructions", "word_sorting", "examples.guessing:make", "configs/guessing_grpo.yaml"]
     tasks = find_tasks(find(TINY), TINY, names, ["eval.prompts=9"])
@@ -117,7 +131,7 @@ def test_the_table():
         "bcd": {"metrics": {"success": 0.25}, "standard_error": standard_error(np.array([0.25])), "scores": [[0.25]]},
     }
     assert table(results).splitlines() == [
-        "task  prompts  samples  success  pass@2  standard error",
+        "task  prompts  samples  success  pass@2  success +-",
         "a     2        2        0.5      0.75    0.12",
         "bcd   1        1        0.25     -       -",
     ]

@@ -7,7 +7,7 @@ import json
 import numpy as np
 import pytest
 
-from examples.long_horizon.__main__ import FULL, HERE, QUICK, WINDOW, comparisons
+from examples.long_horizon.__main__ import FULL, HERE, QUICK, SMOLLM2, WINDOW, comparisons
 from examples.long_horizon.pictures import advantage_spread, write_study
 from examples.long_horizon.tasks import games, recall
 from rl.compare import budget_override, check_arms, load_arms
@@ -54,9 +54,10 @@ def test_knobs_are_bounded(make):
 @pytest.mark.parametrize("study", [FULL, QUICK], ids=["full", "quick"])
 def test_every_comparison_is_fair_and_fits_the_policy(study):
     for c in comparisons(study):
-        arms = load_arms(
-            [str(HERE / f"{arm}.yaml") for arm in c.arms], [*c.overrides, *budget_override(f"tokens={c.budget}")]
-        )
+        overrides = [*c.overrides, *budget_override(f"tokens={c.budget}")]
+        if c.overrides is SMOLLM2:
+            overrides.append("policy.path=examples/tiny")  # stands for the model that is fetched
+        arms = load_arms([str(HERE / f"{arm}.yaml") for arm in c.arms], overrides)
         check_arms(arms, allow_different=False)
         for arm in arms:
             config = arm.config
@@ -101,6 +102,9 @@ def test_the_study_is_drawn_from_what_its_runs_logged(tmp_path):
                 telemetry.log(4, [], {"eval/success": 0.5 + seed / 4})
                 telemetry.close()
     (tmp_path / "recall-128" / "broken-seed0").mkdir()
+    cut = Telemetry.open(tmp_path / "recall-128" / "sao-seed0", Config())  # 30 steps
+    cut.log(1, [], {"reward/mean": 0.1})
+    cut.close()
     files = write_study(tmp_path)
     assert [file.name for file in files] == ["study.json", "recall.png"]
     records = json.loads(files[0].read_text())

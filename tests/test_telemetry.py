@@ -172,6 +172,7 @@ def test_values_stand_under_their_tokens() -> None:
     assert told.startswith("score 1, stop, after `a`")
 
 
+@pytest.mark.filterwarnings("ignore:html5lib's sanitizer:DeprecationWarning")
 def test_tensorboard_keeps_the_table() -> None:
     """Its own cleaning of markdown, which takes styles and colours away."""
     from tensorboard.plugin_util import markdown_to_safe_html

@@ -1,7 +1,7 @@
 """PPO, SAO and GRPO on episodes of growing length whose only reward comes at the end, at equal generated tokens.
 
     python -m examples.long_horizon --quick   # minutes on two cores: one task, two lengths, one seed
-    python -m examples.long_horizon           # hours: two tasks, three lengths, three seeds
+    python -m examples.long_horizon           # hours: two tasks, three lengths, three seeds; SmolLM2 (fetched before)
     python -m examples.long_horizon --draw    # pictures of what is there
 
 Every task and length is a comparison of its own (`longppo compare`), with its own report; started again, what is
@@ -31,6 +31,22 @@ WINDOW = 4096
 """Positions of the tiny policy; a prompt takes up to 128."""
 
 
+SMOLLM2 = (
+    "policy.path=models/smollm2",
+    "policy.optimizer.lr=1e-5",
+    "critic.optimizer.lr=5e-5",
+    "prompts.source=task",
+    "prompts.name=instructions",
+    "prompts.chat=true",
+    "prompts.max_prompt_tokens=96",
+    "reward.function=rl.rewards.instructions:score",
+    "rollout.max_turn_tokens=null",
+    "rollout.max_response_tokens=48",
+    "step.tokens_per_microbatch=1024",
+)
+"""What makes an arm one of configs/smollm2_ppo.yaml's task: a program checks a sentence."""
+
+
 @dataclass(frozen=True)
 class Study:
     """What is run."""
@@ -40,12 +56,12 @@ class Study:
     seeds: int
     tokens_per_length: int
     """The budget of generated tokens is this times the length: equal numbers of episodes at every length."""
-    longest: bool
-    """Whether one seed of PPO and GRPO also fills the policy's window."""
+    whole: bool
+    """Whether one seed of PPO and GRPO also fills the policy's window, and a real model joins at one length."""
 
 
-FULL = Study({"recall": (64, 256, 1024), "games": (64, 256, 1024)}, seeds=3, tokens_per_length=640, longest=True)
-QUICK = Study({"recall": (32, 128)}, seeds=1, tokens_per_length=200, longest=False)
+FULL = Study({"recall": (64, 256, 1024), "games": (64, 256, 1024)}, seeds=3, tokens_per_length=640, whole=True)
+QUICK = Study({"recall": (32, 128)}, seeds=1, tokens_per_length=140, whole=False)
 
 
 @dataclass(frozen=True)
@@ -66,8 +82,9 @@ def comparisons(study: Study) -> list[Comparison]:
         for length in lengths:
             arms = [*ARMS, *(EXTRA if length == lengths[-1] else ())]
             found.append(_comparison(task, length, arms, study.seeds, study.tokens_per_length))
-    if study.longest:
+    if study.whole:
         found.append(_comparison("recall", WINDOW - 128, ["ppo", "grpo"], 1, study.tokens_per_length // 4))
+        found.append(Comparison("instructions-48", ARMS, SMOLLM2, study.seeds, 24_000))
     return sorted(found, key=lambda c: c.budget)
 
 

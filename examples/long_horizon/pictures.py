@@ -17,7 +17,7 @@ LATE = 0.5
 """Share of a run's last steps that its levels are means of: the first are of untrained critics."""
 
 Logs = Mapping[tuple[str, int], Mapping[str, Sequence[RunLog]]]
-"""Runs that made a step, by task and length, then by arm."""
+"""Finished runs, by task and length, then by arm."""
 
 
 def write_study(out: Path) -> list[Path]:
@@ -35,12 +35,13 @@ def write_study(out: Path) -> list[Path]:
 
 
 def read_study(out: Path) -> Logs:
-    """What the comparisons `<task>-<length>` under `out` logged, short ones first."""
+    """What the finished runs of the comparisons `<task>-<length>` under `out` logged, short ones first. One that is cut
+    off would pass for one that learned less."""
     found = {}
     for folder in sorted(out.glob("*-*"), key=lambda p: (p.name.rpartition("-")[0], int(p.name.rpartition("-")[2]))):
         task, _, length = folder.name.rpartition("-")
         runs = [read_run(run) for run in sorted(folder.glob("*-seed*")) if run.is_dir() and event_files(run)]
-        if arms := by_arm(log for log in runs if log.steps):
+        if arms := by_arm(log for log in runs if log.steps and not log.missing()):
             found[task, int(length)] = arms
     return found
 
@@ -159,4 +160,5 @@ def _curves(axes: Any, lengths: Mapping[int, Mapping[str, Sequence[RunLog]]], co
             if curve := log.against("eval/success", "generated tokens"):
                 axes.plot(*curve, color=colors[arm], lw=1.2, label=arm if log is runs[0] else None)
     axes.set(title=f"held-out success, {length} tokens an episode", xlabel="generated tokens")
+    axes.locator_params(axis="x", nbins=5)
     axes.legend(fontsize=8)
