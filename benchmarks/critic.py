@@ -19,6 +19,7 @@ import multiprocessing as mp
 import pickle
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -45,14 +46,15 @@ WAYS: dict[str, dict[str, Any]] = {
     "encoder-uncached": {"freeze": "encoder", "cache_gib": 0.0},
     "encoder-bf16": {"freeze": "encoder", "trunk_dtype": "bf16", "deepspeed": DeepSpeedConfig(dtype="bf16")},
 }
-QUALITY = {
-    "full": {},
-    "attention": {"freeze": "attention"},
-    "encoder": {"freeze": "encoder"},
-    "encoder, 4 blocks": {"freeze": "encoder", "experts": ExpertsConfig(blocks=4)},
-    "encoder, linear": {"freeze": "encoder", "experts": ExpertsConfig(blocks=0)},
-    "attention, upper half": {"freeze": "attention", "first_trainable_layer": 3},
+QUALITY: dict[str, tuple[float, dict[str, Any]]] = {
+    "full": (5e-4, {}),
+    "attention": (1e-3, {"freeze": "attention"}),
+    "encoder": (2e-3, {"freeze": "encoder"}),
+    "encoder, half of the layers": (2e-3, {"freeze": "encoder", "trunk_layers": 3}),
+    "encoder, all layers": (2e-3, {"freeze": "encoder", "trunk_layers": 6}),
+    "encoder, linear": (2e-3, {"freeze": "encoder", "experts": ExpertsConfig(blocks=0)}),
 }
+"""Learning rate and critic of every way of `quality`."""
 
 
 def backbone(folder: str) -> None:
@@ -146,7 +148,7 @@ def cost(args: argparse.Namespace) -> None:
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         backbone(folder)
-        for way in args.ways.split(","):
+        for way in args.ways:
             found[way] = alone(cost_of, way, folder, args.prompt, args.tokens - args.prompt, args.updates)
             print(json.dumps({"way": way, **{k: round(v, 3) for k, v in found[way].items()}}), flush=True)
     first = next(iter(found))
@@ -218,13 +220,12 @@ def explained(model: ValueModel, trajectories: list[Trajectory], tokens: int) ->
     return scalars(predictions(values, returns, [t.action_mask for t in trajectories]), longest)
 
 
-def fit(
-    way: str, config: Config, train: list[Trajectory], test: list[Trajectory], epochs: int, seed: int, lr: float
-) -> float:
+def fit(way: str, config: Config, train: list[Trajectory], test: list[Trajectory], epochs: int, seed: int) -> float:
     """Held-out explained variance after epochs of optimizer steps of 64 trajectories each."""
     torch.manual_seed(seed)
     rng = np.random.default_rng(seed)
-    model = build(replace(CriticConfig(), cache_gib=8.0, **QUALITY[way]), config.policy.path)
+    lr, settings = QUALITY[way]
+    model = build(replace(CriticConfig(), cache_gib=8.0, **settings), config.policy.path)
     model.train()
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=lr, betas=(0.9, 0.95), weight_decay=0.0)
@@ -261,13 +262,13 @@ def quality(args: argparse.Namespace) -> None:
         f" mean score {np.mean([t.score for t in test]):.3f}"
     )
     done = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
-    for way in args.ways.split(","):
+    for way in args.ways:
         for seed in range(args.seeds):
-            what = {"way": way, "seed": seed, "train": args.train, "epochs": args.epochs, "lr": args.lr}
+            what = {"way": way, "seed": seed, "train": args.train, "epochs": args.epochs}
             found = next((r for r in done if r.items() >= what.items()), None)
             if found is None:
                 began = time.process_time()
-                ev = fit(way, config, train, test, args.epochs, seed, args.lr)
+                ev = fit(way, config, train, test, args.epochs, seed)
                 found = what | {"explained_variance": round(ev, 4), "cpu_s": round(time.process_time() - began, 1)}
                 with results.open("a") as file:
                     file.write(json.dumps(found) + "\n")
@@ -326,7 +327,7 @@ def main() -> None:
     """See the module."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=("cost", "quality", "precision", "long"))
-    parser.add_argument("--ways", help="comma-separated; the ratios are to the first")
+    parser.add_argument("--ways", help="separated by semicolons; the ratios are to the first")
     parser.add_argument("--tokens", type=int, default=2048)
     parser.add_argument("--prompt", type=int, default=1024, help="how many of the tokens are the prompt's")
     parser.add_argument("--updates", type=int, default=2)
@@ -334,10 +335,10 @@ def main() -> None:
     parser.add_argument("--test", type=int, default=256)
     parser.add_argument("--epochs", type=int, default=3)
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--lr", type=float, default=5e-4, help="of `quality`")
     parser.add_argument("--out", type=Path, default=ROOT / "runs" / "critic_quality", help="of `quality`")
     args = parser.parse_args()
-    args.ways = args.ways or ",".join({"cost": WAYS, "quality": QUALITY}.get(args.what, {}))
+    ways: dict[str, Sequence[str]] = {"cost": list(WAYS), "quality": list(QUALITY)}
+    args.ways = args.ways.split(";") if args.ways else ways.get(args.what, [])
     torch.set_num_threads(1)
     {"cost": cost, "quality": quality, "precision": precision, "long": long}[args.what](args)
 

@@ -89,20 +89,36 @@ class ExpertBlock(nn.Module):
 
 
 class CriticExperts(nn.Module):
-    """Expert blocks on top of a trunk, and a norm after them."""
+    """Expert blocks on top of a trunk, and a norm after them.
+
+    Experts see one state each; what the response was like so far reaches them as the mean of its states, which costs
+    the same for every length.
+    """
 
     def __init__(self, hidden: int, blocks: list[ExpertBlock]) -> None:
         super().__init__()
+        self.past = nn.Linear(hidden, hidden, bias=False)
+        nn.init.zeros_(self.past.weight)
         self.blocks = nn.ModuleList(blocks)
         self.norm = Norm(hidden)
 
-    def forward(self, x: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
-        """States that the value head reads; float32."""
+    def forward(
+        self, x: Float[Tensor, "tokens hidden"], past: Float[Tensor, "tokens hidden"]
+    ) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
+        """States that the value head reads, from states and their `running_mean`; float32."""
+        x = x + F.linear(F.rms_norm(past, past.shape[-1:], eps=1e-6), self.past.weight.float())
         routings = []
         for block in self.blocks:
             x, routing = block(x)
             routings.append(routing)
         return self.norm(x), stacked(routings)
+
+
+def running_mean(rows: Float[Tensor, "rows hidden"], ends: Int[Tensor, " parts"]) -> Float[Tensor, "rows hidden"]:
+    """The mean of a row and those before it in its part; part i ends before row ends[i]."""
+    lengths = ends.diff(prepend=ends.new_zeros(1)).tolist()
+    count = torch.arange(1, max(lengths, default=0) + 1, device=rows.device)[:, None]
+    return torch.cat([part.cumsum(0) / count[: len(part)] for part in rows.split(lengths)])
 
 
 def stacked(routings: list[Routing]) -> Routing:

@@ -1,8 +1,8 @@
 """The value model: a trunk without gradient, experts of the critic's own, a float32 value head.
 
-`critic.freeze` says where the trunk ends. `encoder`: it is the whole backbone. `attention`: it is the layers below
-`critic.first_trainable_layer`; above, only MLPs and experts train, and the gradient passes through the frozen rest.
-`none`: there is no trunk, everything trains.
+`critic.freeze` says where the trunk ends. `encoder`: it is the backbone's lower `critic.trunk_layers`. `attention`: it
+is the layers below `critic.first_trainable_layer`; above, only MLPs and experts train, and the gradient passes through
+the frozen rest. `none`: there is no trunk, everything trains.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from critic.experts import CriticExperts, ExpertBlock, Experts, Routing, stacked
-from critic.trunk import FrozenTrunk, cut, cut_before, upper_states
+from critic.experts import CriticExperts, ExpertBlock, Experts, Routing, running_mean, stacked
+from critic.trunk import FrozenTrunk, below, cut, cut_before, upper_states
 from critic.trunk_cache import StateCache
 from critic.upcycle import UpcycledMLP, upcycle
 from rl.backbone import hidden_states, load_causal_lm
@@ -87,21 +87,20 @@ class ValueModel(nn.Module):
 
         Then how the response tokens were routed, None without experts.
         """
-        states, routings = self._states(batch)
-        values, above = self._judge(states)
-        n = len(batch.predicts)
+        rows, routings = self._states(batch)
+        ends = _ends(batch)
+        values, above = self._judge(rows, ends)
+        before = _before(batch)
         if above is not None:
-            routings.append(Routing(above.probabilities[:, :n], above.chosen[:, :n]))
-        return values[:n], values[n:], stacked(routings) if routings else None
+            routings.append(Routing(above.probabilities[:, before], above.chosen[:, before]))
+        return values[before], values[ends - 1], stacked(routings) if routings else None
 
-    def _states(self, batch: Batch) -> tuple[Float[Tensor, "responses+trajectories hidden"], list[Routing]]:
-        """The backbone's states where values are read: all response tokens', then all last ones."""
+    def _states(self, batch: Batch) -> tuple[Float[Tensor, "rows hidden"], list[Routing]]:
+        """The backbone's states where values are read: before all response tokens and after the last, trajectories end
+        to end."""
         if self.backbone is None:
             assert self.trunk is not None
-            # A trajectory's rows end with the state after its last token.
-            last = torch.bincount(batch.trajectory, minlength=len(batch.last)).add(1).cumsum(0) - 1
-            before = torch.arange(len(batch.predicts), device=last.device) + batch.trajectory
-            return self.trunk.states(batch)[torch.cat([before, last])], []
+            return self.trunk.states(batch), []
         upcycled = [m for m in self.backbone.modules() if isinstance(m, UpcycledMLP)]
         for mlp in upcycled:
             mlp.routings = []
@@ -114,28 +113,42 @@ class ValueModel(nn.Module):
         finally:
             for mlp in upcycled:
                 mlp.routings = None
-        at = batch.predicts
-        routings = [Routing(r.probabilities[:, at], r.chosen[:, at]) for r in found]
-        return hidden[torch.cat([at, batch.last])], routings
+        ends, at = _ends(batch), batch.predicts
+        read = at.new_empty(len(at) + len(ends))
+        read[_before(batch)], read[ends - 1] = at, batch.last
+        return hidden[read], [Routing(r.probabilities[:, at], r.chosen[:, at]) for r in found]
 
-    def _judge(self, states: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, " tokens"], Routing | None]:
-        """Experts and head. Where activations are not kept, or recomputed, the tokens go through in segments."""
+    def _judge(
+        self, rows: Float[Tensor, "rows hidden"], ends: Int[Tensor, " trajectories"]
+    ) -> tuple[Float[Tensor, " rows"], Routing | None]:
+        """Experts and head. Where activations are not kept, or recomputed, the rows go through in segments."""
         if self.experts is None:
-            return self.head(states), None
+            return self.head(rows), None
+        past = running_mean(rows.float(), ends)
         recompute = self.recompute and torch.is_grad_enabled()
         if torch.is_grad_enabled() and not recompute:
-            return self._segment(states)
+            return self._segment(rows, past)
         parts = [
-            checkpoint(self._segment, part, use_reentrant=False) if recompute else self._segment(part)
-            for part in states.split(SEGMENT)
+            checkpoint(self._segment, *part, use_reentrant=False) if recompute else self._segment(*part)
+            for part in zip(rows.split(SEGMENT), past.split(SEGMENT), strict=True)
         ]
         routing = Routing(torch.cat([r.probabilities for _, r in parts], 1), torch.cat([r.chosen for _, r in parts], 1))
         return torch.cat([values for values, _ in parts]), routing
 
-    def _segment(self, states: Tensor) -> tuple[Tensor, Routing]:
+    def _segment(self, rows: Tensor, past: Tensor) -> tuple[Tensor, Routing]:
         assert self.experts is not None
-        x, routing = self.experts(states.float())
+        x, routing = self.experts(rows.float(), past)
         return self.head(x), routing
+
+
+def _ends(batch: Batch) -> Int[Tensor, " trajectories"]:
+    """Where each trajectory's rows end: one row before every response token, and one after the last."""
+    return torch.bincount(batch.trajectory, minlength=len(batch.last)).add(1).cumsum(0)
+
+
+def _before(batch: Batch) -> Int[Tensor, " responses"]:
+    """The rows before response tokens."""
+    return torch.arange(len(batch.predicts), device=batch.trajectory.device) + batch.trajectory
 
 
 def build(config: CriticConfig, policy_path: str, device: str = "cpu") -> ValueModel:
@@ -153,7 +166,7 @@ def build(config: CriticConfig, policy_path: str, device: str = "cpu") -> ValueM
     trunk: FrozenTrunk | None = None
     backbone: Any = whole
     if config.freeze == "encoder":
-        trunk, backbone = FrozenTrunk(whole, _cache(config)), None
+        trunk, backbone = FrozenTrunk(_lower(config, whole), _cache(config)), None
     elif config.freeze == "attention":
         trunk, backbone = _attention_frozen(config, whole, trunk_dtype, trained)
         if recompute:
@@ -198,6 +211,15 @@ def _experts(config: ExpertsConfig, blocks: int, hidden: int, dtype: torch.dtype
     )
 
 
+def _lower(config: CriticConfig, whole: Any) -> nn.Module:
+    """The layers whose states the experts read: the lowest third, or as many as configured."""
+    layers = len(whole.layers)
+    kept = -(-layers // 3) if config.trunk_layers is None else config.trunk_layers
+    if kept > layers:
+        raise ConfigError(f"critic.trunk_layers: {kept} given, must be at most {layers}, the layers of the backbone")
+    return whole if kept == layers else below(whole, kept, "critic.trunk_layers")
+
+
 def _attention_frozen(
     config: CriticConfig, whole: Any, trunk_dtype: torch.dtype, dtype: torch.dtype
 ) -> tuple[FrozenTrunk | None, nn.Module]:
@@ -221,7 +243,7 @@ def _attention_frozen(
     below = cut_before(whole.config, first)
     if not below:
         return None, whole
-    lower, upper = cut(whole, below)
+    lower, upper = cut(whole, below, "critic.first_trainable_layer")
     _cast(lower, trunk_dtype)
     return FrozenTrunk(lower, _cache(config), every_token=True), upper
 

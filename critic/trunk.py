@@ -97,21 +97,34 @@ class _Given(nn.Module):
         return self.states[None]
 
 
-def cut(backbone: Any, layer: int) -> tuple[nn.Module, nn.Module]:
-    """A backbone as its layers below `layer`, and from there on with the last norm. They share its weights.
+def below(backbone: Any, layer: int, key: str) -> nn.Module:
+    """A backbone's layers below `layer`, without the last norm. They share its weights.
 
-    Raises ConfigError for a backbone that is more than embeddings, layers and a norm.
+    Raises ConfigError, naming the `key` that asks for it, for a backbone that is more than embeddings, layers and a
+    norm.
     """
     if not all(hasattr(backbone, name) for name in ("embed_tokens", "layers", "norm")):
-        raise _uncuttable(backbone)
-    lower, upper = (_with_layers(backbone, layers) for layers in (slice(0, layer), slice(layer, None)))
-    lower.norm, upper.embed_tokens = nn.Identity(), _Given()
-    ids = torch.arange(8, device=backbone.embed_tokens.weight.device)
-    probe = Batch(ids, ids, torch.zeros_like(ids), ids, ids, ids > 0, ids, ids, ids[-1:], {})
+        raise _uncuttable(backbone, key)
+    lower = _with_layers(backbone, slice(0, layer))
+    lower.norm = nn.Identity()
+    passed: list[Any] = []
+    probe = _probe(backbone)
+    hook = backbone.layers[layer - 1].register_forward_hook(lambda _, __, out: passed.append(out))
     with torch.no_grad():
-        whole, cut_up = hidden_states(backbone, probe), upper_states(upper, hidden_states(lower, probe), probe)
-    if not torch.allclose(whole, cut_up, rtol=1e-2, atol=1e-3):
-        raise _uncuttable(backbone)
+        states, _ = hidden_states(lower, probe), hidden_states(backbone, probe)
+    hook.remove()
+    first = passed[-1] if isinstance(passed[-1], Tensor) else passed[-1][0]  # some layers return more than states
+    _agree(states, first.flatten(0, -2), backbone, key)
+    return lower
+
+
+def cut(backbone: Any, layer: int, key: str) -> tuple[nn.Module, nn.Module]:
+    """What is `below` the layer, and the rest with the last norm. They share the backbone's weights."""
+    lower, upper = below(backbone, layer, key), _with_layers(backbone, slice(layer, None))
+    upper.embed_tokens = _Given()
+    probe = _probe(backbone)
+    with torch.no_grad():
+        _agree(hidden_states(backbone, probe), upper_states(upper, hidden_states(lower, probe), probe), backbone, key)
     return lower, upper
 
 
@@ -146,7 +159,17 @@ def _with_layers(backbone: Any, layers: slice) -> Any:
     return part
 
 
-def _uncuttable(backbone: nn.Module) -> ConfigError:
-    return ConfigError(
-        f"critic.first_trainable_layer: a {type(backbone).__name__} cannot be cut between layers, must be 0"
-    )
+def _probe(backbone: Any) -> Batch:
+    """A few tokens, to see whether parts say what the whole says."""
+    ids = torch.arange(8, device=backbone.embed_tokens.weight.device)
+    return Batch(ids, ids, torch.zeros_like(ids), ids, ids, ids > 0, ids, ids, ids[-1:], {})
+
+
+def _agree(a: Tensor, b: Tensor, backbone: nn.Module, key: str) -> None:
+    if not torch.allclose(a, b, rtol=1e-2, atol=1e-3):
+        raise _uncuttable(backbone, key)
+
+
+def _uncuttable(backbone: nn.Module, key: str) -> ConfigError:
+    uncut = "0" if key == "critic.first_trainable_layer" else "the number of its layers"
+    return ConfigError(f"{key}: a {type(backbone).__name__} cannot be cut between layers, must be {uncut}")

@@ -148,12 +148,28 @@ class ExpertsConfig:
 
 
 @dataclass
+class PretrainConfig:
+    """`longppo critic pretrain`: how much is recorded, and how often it is learned from."""
+
+    prompts: int = 512
+    held_out: int = 128
+    """Further prompts, which only measure."""
+    epochs: int = 4
+
+
+@dataclass
 class CriticConfig:
     path: str | None = None
     """null: the policy's initial backbone."""
+    pretrained: str | None = None
+    """A folder that `longppo critic pretrain` wrote; null: the value head starts at 0, experts as the identity."""
+    pretrain: PretrainConfig = field(default_factory=PretrainConfig)
     freeze: str = "none"
     """none | encoder | attention: everything trains; only experts and head on top of a frozen backbone; only MLPs and
     experts of the backbone, and the head."""
+    trunk_layers: int | None = None
+    """With freeze=encoder: layers of the backbone below the experts; null: a third of them, rounded up. What lies above
+    serves the next token, and says less of the return."""
     first_trainable_layer: int = 0
     """With freeze=attention: layers below it are frozen as a whole, their states cached like an encoder's."""
     trunk_dtype: str = "fp32"

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from rl.config import AlgorithmConfig, Config, ConfigError, DeepSpeedConfig
+from rl.config import AlgorithmConfig, Config, ConfigError, CriticConfig, DeepSpeedConfig
 
 EPISODE_RETURN = "rl.environments:episode_return"
 """The one reward function of an environment's episodes: the sum of what it paid."""
@@ -86,6 +86,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "checkpoint.keep": (1, 1e6),
     "critic.updates_per_policy_update": (1, 1e4),
     "critic.warmup_steps": (0, 1e9),
+    "critic.trunk_layers": (1, 1e5),
     "critic.first_trainable_layer": (0, 1e5),
     "critic.experts.blocks": (0, 1e3),
     "critic.experts.count": (1, 1e5),
@@ -93,6 +94,9 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "critic.experts.intermediate_size": (8, 1e6),
     "critic.experts.balance_coefficient": (0, 1e3),
     "critic.cache_gib": (0, 1e6),
+    "critic.pretrain.prompts": (1, 1e9),
+    "critic.pretrain.held_out": (1, 1e9),
+    "critic.pretrain.epochs": (1, 1e6),
     "policy.lora.rank": (0, 1e5),
     "policy.lora.alpha": (1, 1e6),
 } | {
@@ -107,6 +111,11 @@ BOUNDS: dict[str, tuple[float, float]] = {
         "deepspeed.ranks": (1, 1e5),
     }.items()
 }
+
+CRITIC_WEIGHTS, CRITIC_SETTINGS = "critic.safetensors", "critic.json"
+"""What a pretrained critic's folder holds."""
+CRITIC_SHAPE = ("blocks", "count", "top_k", "intermediate_size", "upcycle")
+"""Settings of experts on which weights depend."""
 
 
 def check(config: Config) -> None:
@@ -268,14 +277,34 @@ def _critic(c: Config) -> None:
         )
     if k.first_trainable_layer and k.freeze != "attention":
         raise wrong("critic.first_trainable_layer", k.first_trainable_layer, f"0 with critic.freeze={k.freeze}")
+    if k.trunk_layers is not None and k.freeze != "encoder":
+        raise wrong("critic.trunk_layers", k.trunk_layers, f"null with critic.freeze={k.freeze}")
     if k.deepspeed.dtype == "fp16" and k.freeze != "encoder":
         raise wrong("critic.deepspeed.dtype", "fp16", f"fp32 or bf16 with critic.freeze={k.freeze}")
+    if k.pretrained is not None:
+        _pretrained(k, k.pretrained)
     if k.cache_dir is not None:
         try:
             with tempfile.TemporaryFile(dir=k.cache_dir):
                 pass
         except OSError as error:
             raise wrong("critic.cache_dir", k.cache_dir, f"a folder that can be written ({error.strerror})") from error
+
+
+def _pretrained(k: CriticConfig, folder: str) -> None:
+    """A critic's folder is of one kind of critic: the settings on which its weights depend must be the same."""
+    if not os.path.isfile(os.path.join(folder, CRITIC_WEIGHTS)):
+        raise wrong("critic.pretrained", folder, "a folder that `longppo critic pretrain` wrote")
+    theirs = _json(folder, CRITIC_SETTINGS)
+    experts = theirs.get("experts", {})
+    for key, own, found in (
+        ("freeze", k.freeze, theirs.get("freeze")),
+        ("trunk_layers", k.trunk_layers, theirs.get("trunk_layers")),
+        ("first_trainable_layer", k.first_trainable_layer, theirs.get("first_trainable_layer")),
+        *((f"experts.{n}", getattr(k.experts, n), experts.get(n)) for n in CRITIC_SHAPE),
+    ):
+        if own != found:
+            raise wrong(f"critic.{key}", own, f"{found} as in critic.pretrained = {folder}")
 
 
 def _critic_backbone(c: Config) -> None:
@@ -286,6 +315,8 @@ def _critic_backbone(c: Config) -> None:
     first, layers = c.critic.first_trainable_layer, critic.get("num_hidden_layers")
     if layers is not None and first >= layers:
         raise wrong("critic.first_trainable_layer", first, f"below {layers}, the layers of the critic's backbone")
+    if layers is not None and (c.critic.trunk_layers or 0) > layers:
+        raise wrong("critic.trunk_layers", c.critic.trunk_layers, f"at most {layers}, the layers of the backbone")
     if policy.get("vocab_size") != critic.get("vocab_size"):
         raise wrong(
             "critic.path", c.critic.path, f"a model with the policy's vocabulary of {policy.get('vocab_size')} tokens,"

@@ -26,7 +26,7 @@ from transformers import (
 )
 
 import critic.model
-from critic.experts import ExpertBlock, Experts, Routing, balance_loss, expert_counts
+from critic.experts import ExpertBlock, Experts, Routing, balance_loss, expert_counts, running_mean
 from critic.model import ValueModel, build, parameter_counts
 from critic.trunk import cut, upper_states
 from critic.worker import check_precision, critic_loss, expert_shares, learner_settings
@@ -218,7 +218,7 @@ def test_the_gradient_is_the_same_for_any_split_balance_included(llama: str, mod
 
 
 def test_the_balance_loss_moves_routers_towards_even_use(llama: str) -> None:
-    model = model_of(llama, freeze="encoder", experts=ExpertsConfig(blocks=1, count=4))
+    model = model_of(llama, freeze="encoder", trunk_layers=4, experts=ExpertsConfig(blocks=1, count=4))
     config = Config()
     config.critic.experts.balance_coefficient = 100.0
     batch, loads = pack(PACK), []
@@ -289,8 +289,8 @@ def test_counts_say_what_trains_by_part(llama: str) -> None:
     encoder = parameter_counts(build(CriticConfig(**ENCODER), llama))
     block = 8 * 32 + 8 * 3 * 32 * 64 + 32
     assert encoder == {
-        "frozen/trunk": plain["trained/backbone"],
-        "trained/experts": 2 * block + 32,
+        "frozen/trunk": 2 * 32 * (4 * 32 + 3 * 64 + 2) + 64 * 32,  # a third of four layers, without the last norm
+        "trained/experts": 2 * block + 32 * 32 + 32,
         "trained/head": 33,
     }
     attention = parameter_counts(build(CriticConfig(**ATTENTION), llama))
@@ -326,7 +326,8 @@ def test_where_the_trunk_ends_does_not_change_the_value(folder: str, first: int)
 
 
 def test_an_encoder_without_blocks_is_a_linear_probe(folder: str) -> None:
-    probe = model_of(folder, freeze="encoder", experts=ExpertsConfig(blocks=0))
+    layers = len(model_of(folder).backbone.layers)
+    probe = model_of(folder, freeze="encoder", trunk_layers=layers, experts=ExpertsConfig(blocks=0))
     torch.testing.assert_close(probe(pack(PACK))[0], model_of(folder)(pack(PACK))[0], atol=1e-5, rtol=1e-5)
     assert probe(pack(PACK))[2] is None
 
@@ -356,9 +357,42 @@ def test_a_reward_models_folder_serves_as_trunk(llama: str, tmp_path: Path) -> N
     config = LlamaConfig.from_pretrained(llama, num_labels=1)
     reward = LlamaForSequenceClassification(config)
     reward.save_pretrained(tmp_path)
-    model = build(CriticConfig(path=str(tmp_path), **ENCODER), llama)
+    model = build(CriticConfig(path=str(tmp_path), trunk_layers=4, **ENCODER), llama)
     expected = hidden_states(reward.model.eval(), pack(PACK[:1]))[4:]
     torch.testing.assert_close(model.trunk.states(pack(PACK[:1])), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3])
+def test_the_trunk_is_the_backbones_lower_layers(folder: str, layers: int) -> None:
+    """Their output, Shared layers' selection included, and a third of them if nothing is said."""
+    model = model_of(folder, freeze="encoder", trunk_layers=layers)
+    whole = model_of(folder).backbone
+    passed: list[Any] = []
+    whole.layers[layers - 1].register_forward_hook(lambda _, __, out: passed.append(out))
+    hidden_states(whole, pack(PACK[:1]))
+    expected = passed[0] if isinstance(passed[0], torch.Tensor) else passed[0][0]
+    torch.testing.assert_close(model.trunk.states(pack(PACK[:1])), expected[0, 4:], atol=1e-5, rtol=1e-5)
+    third = model_of(folder, freeze="encoder")
+    assert len(third.trunk.backbone.layers) == -(-len(whole.layers) // 3)
+
+
+def test_the_past_is_the_mean_of_a_trajectorys_own_rows() -> None:
+    rows = torch.randn(9, 3, dtype=torch.float64)
+    ends = torch.tensor([4, 5, 9])
+    expected = [rows[start : i + 1].mean(0) for start, end in ((0, 4), (4, 5), (5, 9)) for i in range(start, end)]
+    torch.testing.assert_close(running_mean(rows, ends), torch.stack(expected))
+
+
+def test_what_came_before_reaches_the_value(llama: str) -> None:
+    """Of two responses that end alike, behind a trunk that sees one token at a time."""
+    model = model_of(llama, freeze="encoder")
+    torch.nn.init.normal_(model.experts.past.weight)
+    states = torch.randn(3, 32)
+    model.trunk.states = lambda batch: torch.cat([states, torch.randn(1, 32), states[1:]])
+    two = [trajectory(i, 3, 2) for i in (0, 1)]
+    before, after, _ = model(pack(two))
+    assert not torch.isclose(before[1], before[3])
+    assert not torch.isclose(after[0], after[1])
 
 
 def test_values_come_out_the_same_in_segments(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -546,7 +580,7 @@ def test_a_backbone_that_is_more_than_its_layers_is_not_cut() -> None:
     torch.manual_seed(0)
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=2, n_embd=16, n_head=2, vocab_size=32)).transformer
     with pytest.raises(ConfigError, match="a GPT2Model cannot be cut between layers, must be 0"):
-        cut(gpt2, 1)
+        cut(gpt2, 1, "critic.first_trainable_layer")
 
     class Scaled(type(LlamaForCausalLM(tiny := LlamaConfig(
         vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2
@@ -555,7 +589,7 @@ def test_a_backbone_that_is_more_than_its_layers_is_not_cut() -> None:
             return super().forward(*args, inputs_embeds=3 * self.embed_tokens(input_ids), **kwargs)
 
     with pytest.raises(ConfigError, match="a Scaled cannot be cut"):
-        cut(Scaled(tiny), 1)
+        cut(Scaled(tiny), 1, "critic.first_trainable_layer")
 
 
 def test_layers_of_several_kinds_keep_theirs_above_a_cut() -> None:
@@ -566,7 +600,7 @@ def test_layers_of_several_kinds_keep_theirs_above_a_cut() -> None:
         num_key_value_heads=2, use_sliding_window=True, sliding_window=3, layer_types=kinds, initializer_range=0.5,
     )  # fmt: skip
     whole = Qwen2Model(config)
-    lower, upper = cut(whole, 1)
+    lower, upper = cut(whole, 1, "critic.first_trainable_layer")
     batch = pack([trajectory(0, 12, 8, 32)])
     states = upper_states(upper, hidden_states(lower, batch), batch)
     torch.testing.assert_close(states, hidden_states(whole, batch), atol=1e-5, rtol=1e-5)
