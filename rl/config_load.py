@@ -41,6 +41,8 @@ def resolve(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     for section in (config.policy, config.critic, config.prompts):
         if section.path is not None:
             section.path = _located(section.path)
+    if config.critic.pretrained is not None:
+        config.critic.pretrained = _located(config.critic.pretrained)
     check(config)
     return config
 

@@ -220,6 +220,7 @@ def headline(metrics: dict[str, float]) -> str:
         ("eval/success", "eval {:.3f}"),
         ("kl/reference", "kl {:.4f}"),
         ("kl/old", "kl/old {:.4f}"),
+        ("critic/explained_variance", "ev {:.2f}"),
         ("time/tokens_per_second", "{:.0f} tok/s"),
     )
     return "  ".join(text.format(metrics[name]) for name, text in shown if name in metrics)
