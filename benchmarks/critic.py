@@ -37,9 +37,12 @@ from rl.trajectory import Trajectory, microbatches, pack
 
 ROOT = Path(__file__).parents[1]
 WAYS: dict[str, dict[str, Any]] = {
-    "full": {},
-    "full-checkpointed": {"deepspeed": DeepSpeedConfig(gradient_checkpointing=True)},
-    "full-bf16-checkpointed": {"deepspeed": DeepSpeedConfig(dtype="bf16", gradient_checkpointing=True)},
+    "full": {"freeze": "none"},
+    "full-checkpointed": {"freeze": "none", "deepspeed": DeepSpeedConfig(gradient_checkpointing=True)},
+    "full-bf16-checkpointed": {
+        "freeze": "none",
+        "deepspeed": DeepSpeedConfig(dtype="bf16", gradient_checkpointing=True),
+    },
     "attention": {"freeze": "attention"},
     "attention-upper-half": {"freeze": "attention", "first_trainable_layer": 6},
     "encoder": {"freeze": "encoder"},
@@ -47,7 +50,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "encoder-bf16": {"freeze": "encoder", "trunk_dtype": "bf16", "deepspeed": DeepSpeedConfig(dtype="bf16")},
 }
 QUALITY: dict[str, tuple[float, dict[str, Any]]] = {
-    "full": (5e-4, {}),
+    "full": (5e-4, {"freeze": "none"}),
     "attention": (1e-3, {"freeze": "attention"}),
     "encoder": (2e-3, {"freeze": "encoder"}),
     "encoder, half of the layers": (2e-3, {"freeze": "encoder", "trunk_layers": 3}),

@@ -28,6 +28,9 @@ PATIENCE = 5
 COLLAPSED = 0.01
 """A critic whose values spread by less than this share of the returns' spread says the same of every state."""
 
+HARMFUL = -0.1
+"""Explained variance below which a critic does harm; nearer to 0 a step's few responses decide the sign."""
+
 
 @dataclass(frozen=True)
 class Predictions:
@@ -125,7 +128,7 @@ def alerts(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
     """What is wrong with a critic: kind to a line that says it, from the metrics of its last steps (oldest first).
 
     Frozen: its weights did not move in any update. Collapsed: it gives every state nearly the same value although
-    returns differ. Harmful: it explains less than a constant would. Each for `PATIENCE` steps in a row.
+    returns differ. Harmful: it explains clearly less than a constant would. Each for `PATIENCE` steps in a row.
     """
     recent = [m for m in history if "critic/explained_variance" in m][-PATIENCE:]
     if len(recent) < PATIENCE:
@@ -141,9 +144,9 @@ def alerts(history: Sequence[Mapping[str, float]]) -> dict[str, str]:
             f"the critic has collapsed: its values spread by {recent[-1]['critic/value_std']:.2g}, the returns by"
             f" {recent[-1]['critic/return_std']:.2g}"
         )
-    if all(m["critic/explained_variance"] < 0 for m in recent):
+    if all(m["critic/explained_variance"] < HARMFUL for m in recent):
         found["harmful"] = (
-            f"the critic does harm: explained variance below 0 for {PATIENCE} steps, now"
+            f"the critic does harm: explained variance below {HARMFUL} for {PATIENCE} steps, now"
             f" {recent[-1]['critic/explained_variance']:.2g}"
         )
     return found

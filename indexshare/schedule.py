@@ -176,7 +176,7 @@ def _tensor_names(folder: Path) -> list[str]:
     index = folder / "model.safetensors.index.json"
     if index.exists():
         return list(json.loads(index.read_text())["weight_map"])
-    with safe_open(folder / "model.safetensors", "pt") as tensors:
+    with safe_open(folder / "model.safetensors", "np") as tensors:
         return list(tensors.keys())
 
 

@@ -164,9 +164,9 @@ class CriticConfig:
     pretrained: str | None = None
     """A folder that `longppo critic pretrain` wrote; null: the value head starts at 0, experts as the identity."""
     pretrain: PretrainConfig = field(default_factory=PretrainConfig)
-    freeze: str = "none"
-    """none | encoder | attention: everything trains; only experts and head on top of a frozen backbone; only MLPs and
-    experts of the backbone, and the head."""
+    freeze: str = "encoder"
+    """encoder | attention | none: only experts and head train, on top of a frozen backbone; only MLPs and experts of
+    the backbone, and the head; everything."""
     trunk_layers: int | None = None
     """With freeze=encoder: layers of the backbone below the experts; null: a third of them, rounded up. What lies above
     serves the next token, and says less of the return."""

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from indexshare.schedule import check_checkpoint, check_config
 from rl.config import AlgorithmConfig, Config, ConfigError, CriticConfig, DeepSpeedConfig
 
 EPISODE_RETURN = "rl.environments:episode_return"
@@ -339,12 +340,25 @@ def _paths(c: Config) -> None:
         if path is not None and not os.path.isfile(os.path.join(path, "config.json")):
             hint = " (longppo fetch-smollm2 makes it)" if "smollm2" in path.lower() else ""
             raise wrong(key, path, f"a folder with a config.json{hint}")
+        if path is not None:
+            _indexshare(key, Path(path))
     if c.prompts.source == "jsonl":
         if c.prompts.path is None or not os.path.isfile(c.prompts.path):
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
         if not Path(c.prompts.path).stat().st_size:
             raise wrong("prompts.path", c.prompts.path, "a file with at least one prompt, this one is empty")
     _function("reward.function", c.reward.function, "rl.rewards.exact:score")
+
+
+def _indexshare(key: str, folder: Path) -> None:
+    """A model of IndexShare's class must say which layers run an indexer, once, and hold the weights of those."""
+    fields = _json(str(folder), "config.json")
+    if fields.get("model_type") != "glm_moe_dsa":
+        return
+    try:
+        check_checkpoint(folder) if any(folder.glob("model*.safetensors*")) else check_config(fields)
+    except ValueError as error:
+        raise ConfigError(f"{key}: {folder} given, is no IndexShare model: {error}") from error
 
 
 def _function(key: str, given: str, example: str) -> None:

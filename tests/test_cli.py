@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
 
+import numpy as np
 import pytest
 import yaml
+from safetensors.numpy import save_file
 
 from rl import cli
 from rl.config import Config, ConfigError
@@ -64,6 +67,37 @@ def test_the_users_mistake_is_one_line_and_exit_2(experiment, capsys, command, w
     out, err = capsys.readouterr()
     assert out == ""
     assert err.startswith(f"longppo: {said}")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("fields", "weights", "said"),
+    [
+        ({"index_topk": 0}, "", "index_topk: 0 given, must be at least 1"),
+        ({"index_topk": -2}, "", "index_topk: -2 given, must be at least 1"),
+        ({"index_topk": None}, "", "index_topk: absent"),
+        ({"index_topk_freq": 0}, "", "index_topk_freq: 0 given, must be at least 1"),
+        ({"index_topk_pattern": "SFSS"}, "", "the first layer is Shared"),
+        ({"index_topk_pattern": "FFS"}, "", "index_topk_pattern: 3 layers given, must be num_hidden_layers = 4"),
+        ({"index_topk_pattern": "FFSSS"}, "", "index_topk_pattern: 5 layers given"),
+        ({"index_topk_pattern": "FFSX"}, "", "index_topk_pattern: 'FFSX' has 'X'"),
+        ({"indexer_types": ["full"] * 4, "index_topk_pattern": "FFSS"}, "", "index_topk_pattern says FFSS"),
+        ({"index_topk_pattern": "FFSS"}, "FSSF", "its config says FFSS, its weights are of FSSF"),
+        ({"index_topk_pattern": "FFSS"}, "SSSS", "weights: no layer has an indexer"),
+    ],
+)
+def test_a_model_that_is_no_indexshare_model_is_refused_in_one_line(experiment, capsys, fields, weights, said):
+    model = experiment.parent / "model"
+    plain = {"model_type": "glm_moe_dsa", "num_hidden_layers": 4, "index_topk": 8}
+    (model / "config.json").write_text(json.dumps(plain | fields))
+    if weights:
+        names = [f"model.layers.{i}.self_attn.indexer.wk.weight" for i, kind in enumerate(weights) if kind == "F"]
+        save_file({name: np.zeros(1) for name in [*names, "model.norm.weight"]}, model / "model.safetensors")
+    assert cli.main(["train", str(experiment)]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"longppo: policy.path: {model} given, is no IndexShare model: ")
+    assert said in err
     assert err.count("\n") == 1
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -85,7 +84,7 @@ def folder(request: pytest.FixtureRequest) -> str:
 def model_of(folder: str, seed: int = 0, **critic: Any) -> ValueModel:
     """A critic whose head and experts already say something."""
     torch.manual_seed(seed)
-    model = build(CriticConfig(**critic), folder)
+    model = build(CriticConfig(**({"freeze": "none"} | critic)), folder)
     disable_dropout(model)
     model.train()
     torch.manual_seed(seed + 1)
@@ -284,7 +283,7 @@ def test_frozen_weights_and_the_policy_keep_their_bytes(folder: str, mode: str) 
 
 
 def test_counts_say_what_trains_by_part(llama: str) -> None:
-    plain = parameter_counts(build(CriticConfig(), llama))
+    plain = parameter_counts(build(CriticConfig(freeze="none"), llama))
     assert plain == {"trained/backbone": 4 * 32 * (4 * 32 + 3 * 64 + 2) + 64 * 32 + 32, "trained/head": 33}
     encoder = parameter_counts(build(CriticConfig(**ENCODER), llama))
     block = 8 * 32 + 8 * 3 * 32 * 64 + 32
@@ -534,13 +533,19 @@ def test_a_precision_that_the_device_lacks_is_refused(monkeypatch: pytest.Monkey
         (["critic.experts.top_k=9"], "critic.experts.top_k: 9 given, must be at most critic.experts.count = 8"),
         (["critic.experts.top_k=1"], "critic.experts.top_k: 1 given, must be at least 2"),
         (["critic.experts.intermediate_size=20"], "critic.experts.intermediate_size: 20 given, must be a multiple of"),
-        (["critic.experts.upcycle=true"], "critic.experts.upcycle: True given, must be false with critic.freeze=none"),
+        (
+            ["critic.experts.upcycle=true"],
+            "critic.experts.upcycle: True given, must be false with critic.freeze=encoder",
+        ),
         (["critic.first_trainable_layer=1"], "critic.first_trainable_layer: 1 given, must be 0 with"),
         (
             ["critic.freeze=attention", "critic.first_trainable_layer=6"],
             "critic.first_trainable_layer: 6 given, must be below 6",
         ),
-        (["critic.deepspeed.dtype=fp16"], "critic.deepspeed.dtype: 'fp16' given, must be fp32 or bf16 with"),
+        (
+            ["critic.freeze=none", "critic.deepspeed.dtype=fp16"],
+            "critic.deepspeed.dtype: 'fp16' given, must be fp32 or bf16 with",
+        ),
         (["critic.cache_dir=/proc"], "critic.cache_dir: '/proc' given, must be a folder that can be written"),
         (["critic.cache_dir=nowhere"], "critic.cache_dir: 'nowhere' given, must be a folder that can be written"),
     ],
@@ -614,10 +619,7 @@ def test_an_mlp_that_is_not_gated_silu_is_not_upcycled(llama: str, tmp_path: Pat
         build(CriticConfig(**UPCYCLED), str(tmp_path))
 
 
-def test_the_default_is_the_plain_value_model(llama: str) -> None:
-    """Until the frozen encoder's quality has been measured."""
+def test_the_default_is_a_frozen_encoder_with_experts(llama: str) -> None:
     model = build(CriticConfig(), llama)
-    assert model.trunk is None
-    assert model.experts is None
-    assert all(p.requires_grad for p in model.parameters())
-    assert replace(CriticConfig(), freeze="encoder") != CriticConfig()
+    assert model.backbone is None
+    assert {name.split(".")[0] for name, _ in model.named_parameters()} == {"experts", "head"}

@@ -109,7 +109,7 @@ HEALTHY = {
     [
         ({"critic/weights_moved": 0.0}, "the critic is frozen"),
         ({"critic/value_std": 0.004, "critic/explained_variance": 0.0}, "the critic has collapsed"),
-        ({"critic/explained_variance": -0.1}, "the critic does harm"),
+        ({"critic/explained_variance": -0.3}, "the critic does harm"),
     ],
 )
 def test_an_alert_needs_a_row_of_bad_steps(change, starts):

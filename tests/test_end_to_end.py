@@ -76,7 +76,6 @@ def finished(base, tmp_path_factory):
         base,
         tmp_path_factory.mktemp("runs"),
         algorithm__kl=KLConfig(where="loss", estimator="k2", coefficient=0.01),
-        critic__freeze="encoder",
     )
     return config, train(config)
 
@@ -211,7 +210,7 @@ def test_at_learning_rate_0_the_ratio_stays_1_over_epochs(grpo):
 
 def test_sao_warms_the_critic_up_while_the_policy_stands_still(base, tmp_path, monkeypatch):
     """One step of warm-up, then one in which a tight target KL ends the policy's epochs but not the critic's."""
-    config = configured(base, tmp_path, algorithm__name="sao", algorithm__policy_loss="dis")
+    config = configured(base, tmp_path, algorithm__name="sao", algorithm__policy_loss="dis", critic__freeze="none")
     config.algorithm.lambda_policy, config.algorithm.target_kl = "adaptive", 1e-7
     config.critic.updates_per_policy_update, config.critic.warmup_steps = 2, 1
     config.step.prompts_per_step, config.step.samples_per_prompt = 8, 1

@@ -142,7 +142,7 @@ def real_critic(path):
         squares = (values - batch.fields["advantages"]) ** 2
         return (squares * batch.action_mask * batch.loss_weights).sum(), token_stats(batch.action_mask, {"l": squares})
 
-    module = build(CriticConfig(), path)
+    module = build(CriticConfig(freeze="none"), path)
     nn.init.normal_(module.head.weight)  # at zero, where it starts, the backbone has no gradient
     return module, loss
 

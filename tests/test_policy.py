@@ -92,7 +92,7 @@ PACK = [trajectory(0, 5, 7), trajectory(1, 30, 1), trajectory(2, 1, 20), traject
 def test_a_packed_trajectory_sees_no_other(folders, kind):
     model = build(PolicyConfig(path=folders[kind]), 0.7)
     disable_dropout(model)
-    critic = build_critic(CriticConfig(), folders[kind])
+    critic = build_critic(CriticConfig(freeze="none"), folders[kind])
     disable_dropout(critic)
     torch.nn.init.normal_(critic.head.weight)
     batch = pack(PACK)
