@@ -46,10 +46,11 @@ class PolicyModel(nn.Module):
             yield
 
 
-def build(config: PolicyConfig, temperature: float, *, lora: bool = True) -> PolicyModel:
+def build(config: PolicyConfig, temperature: float, *, lora: bool = True, train_indexer: bool = False) -> PolicyModel:
     """The policy as configured; `lora=False` gives the plain initial model, which is the reference."""
     dtype = torch.bfloat16 if config.deepspeed.dtype == "bf16" else torch.float32
-    lm = load_causal_lm(config.path, dtype, gradient_checkpointing=config.deepspeed.gradient_checkpointing)
+    checkpointing = config.deepspeed.gradient_checkpointing
+    lm = load_causal_lm(config.path, dtype, gradient_checkpointing=checkpointing, train_indexer=train_indexer)
     if lora and config.lora.rank:
         from peft import LoraConfig, get_peft_model
 

@@ -68,6 +68,21 @@ def policy_loss(
     return losses.total(per_token, mask, batch.loss_weights), stats
 
 
+def indexer_loss(base: Any, inputs: list[Any], batch: Batch) -> tuple[torch.Tensor, Stats]:
+    """A micro-batch's share of the indexers' distillation loss: what action tokens attend to, among the keys selected.
+
+    `inputs` come from `indexshare.distill.recording`. Its gradient is in the indexers alone.
+    """
+    from indexshare import distill
+
+    weights = torch.zeros(len(batch.ids), device=batch.ids.device)
+    weights[batch.predicts] = torch.where(batch.action_mask, batch.loss_weights, 0.0)
+    found = distill.losses(base, inputs, batch.seq_start, weights=weights, support="selected")
+    total = torch.stack(list(found.values())).sum()
+    mean = float(total.detach()) / max(float(weights.sum()), 1e-30)
+    return total, Stats({"indexshare/distill_loss": mean * int(batch.action_mask.sum())})
+
+
 @ray.remote
 class PolicyWorker(LearnerWorker):
     """One rank of the policy."""
@@ -75,12 +90,22 @@ class PolicyWorker(LearnerWorker):
     def build(self) -> tuple[nn.Module, OptimizerConfig, DeepSpeedConfig]:
         """See `LearnerWorker`."""
         policy = self.config.policy
-        module = build(policy, self.config.rollout.temperature).to(self.device)
-        return module, policy.optimizer, policy.deepspeed
+        train_indexer = self.config.indexshare.train_indexer
+        self.model = build(policy, self.config.rollout.temperature, train_indexer=train_indexer).to(self.device)
+        return self.model, policy.optimizer, policy.deepspeed
 
     def loss(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Stats]:
         """See `LossFunction`."""
-        return policy_loss(self.config.algorithm, batch, *module(batch))
+        settings = self.config.indexshare
+        if not settings.train_indexer:
+            return policy_loss(self.config.algorithm, batch, *module(batch))
+        from indexshare.distill import recording
+
+        with recording(self.model.base) as inputs:
+            output = module(batch)
+        loss, stats = policy_loss(self.config.algorithm, batch, *output)
+        distilled, more = indexer_loss(self.model.base, inputs, batch)
+        return loss + settings.distill_coefficient * distilled, stats.merge(more)
 
     def logprobs(self, trajectories: list[Trajectory], reference: bool = False) -> list[np.ndarray]:
         """Log-probabilities of every response token; under LoRA also the reference's, with the adapter off."""

@@ -16,8 +16,10 @@ PACKED = "longppo_packed"
 """The name under which transformers finds `packed_attention`."""
 
 
-def load_causal_lm(path: str, dtype: torch.dtype, *, gradient_checkpointing: bool = False) -> Any:
-    """The model of a Hugging Face folder, its attention made for packs, its indexers and routers frozen.
+def load_causal_lm(
+    path: str, dtype: torch.dtype, *, gradient_checkpointing: bool = False, train_indexer: bool = False
+) -> Any:
+    """The model of a Hugging Face folder, its attention made for packs, its routers and (unless told) indexers frozen.
 
     Indexers and routers choose positions and experts; in RL they stay as pretrained (GLM-5's recipe), which also keeps
     rollout and trainer choosing alike.
@@ -33,7 +35,7 @@ def load_causal_lm(path: str, dtype: torch.dtype, *, gradient_checkpointing: boo
         _register()
         model.set_attn_implementation(PACKED)
     for name, parameter in model.named_parameters():
-        if ".indexer." in name or name.endswith(".mlp.gate.weight"):
+        if (".indexer." in name and not train_indexer) or name.endswith(".mlp.gate.weight"):
             parameter.requires_grad_(False)
     if gradient_checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

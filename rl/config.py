@@ -148,6 +148,15 @@ class ExpertsConfig:
 
 
 @dataclass
+class IndexShareConfig:
+    train_indexer: bool = False
+    """The policy's indexers learn beside it, by distillation over the keys that they select; false: they stay as
+    pretrained (GLM-5's recipe)."""
+    distill_coefficient: float = 1.0
+    """Weight of that loss, a mean over action tokens summed over Full layers. No other loss reaches an indexer."""
+
+
+@dataclass
 class PretrainConfig:
     """`longppo critic pretrain`: how much is recorded, and how often it is learned from."""
 
@@ -294,6 +303,7 @@ class Config:
     reward: RewardConfig = field(default_factory=RewardConfig)
     policy: PolicyConfig = field(default_factory=PolicyConfig)
     critic: CriticConfig = field(default_factory=CriticConfig)
+    indexshare: IndexShareConfig = field(default_factory=IndexShareConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)

@@ -85,6 +85,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "eval.temperature": (0, 100),
     "checkpoint.every": (0, 1e9),
     "checkpoint.keep": (1, 1e6),
+    "indexshare.distill_coefficient": (0, 1e6),
     "critic.updates_per_policy_update": (1, 1e4),
     "critic.warmup_steps": (0, 1e9),
     "critic.trunk_layers": (1, 1e5),
@@ -342,6 +343,8 @@ def _paths(c: Config) -> None:
             raise wrong(key, path, f"a folder with a config.json{hint}")
         if path is not None:
             _indexshare(key, Path(path))
+    if c.indexshare.train_indexer:
+        _train_indexer(c)
     if c.prompts.source == "jsonl":
         if c.prompts.path is None or not os.path.isfile(c.prompts.path):
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
@@ -359,6 +362,14 @@ def _indexshare(key: str, folder: Path) -> None:
         check_checkpoint(folder) if any(folder.glob("model*.safetensors*")) else check_config(fields)
     except ValueError as error:
         raise ConfigError(f"{key}: {folder} given, is no IndexShare model: {error}") from error
+
+
+def _train_indexer(c: Config) -> None:
+    kind = _json(c.policy.path, "config.json").get("model_type")
+    if kind != "glm_moe_dsa":
+        raise wrong("indexshare.train_indexer", True, f"false with a {kind} model, which has no indexers")
+    if c.policy.lora.rank:
+        raise wrong("indexshare.train_indexer", True, "false with policy.lora, which freezes what is no adapter")
 
 
 def _function(key: str, given: str, example: str) -> None:

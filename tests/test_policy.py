@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from dataclasses import replace
 
@@ -21,9 +22,18 @@ from transformers import (
 from critic.model import build as build_critic
 from indexshare.schedule import Schedule
 from policy.model import PolicyModel, build, plain_state_dict
-from policy.worker import policy_loss
-from rl.config import AlgorithmConfig, CriticConfig, LoraConfig, PolicyConfig
-from rl.learner import disable_dropout, per_response
+from policy.worker import PolicyWorker, policy_loss
+from rl.config import (
+    AlgorithmConfig,
+    Config,
+    ConfigError,
+    CriticConfig,
+    IndexShareConfig,
+    LoraConfig,
+    PolicyConfig,
+)
+from rl.config_rules import check
+from rl.learner import Stats, disable_dropout, per_response
 from rl.trajectory import Trajectory, pack
 
 
@@ -225,3 +235,52 @@ def test_the_first_update_has_ratio_one_with_dropout_in_the_config(folders):
     assert means["policy/clip_fraction_low"] == means["policy/clip_fraction_high"] == 0
     loss.backward()
     assert all(torch.isfinite(p.grad).all() for p in model.parameters() if p.grad is not None)
+
+
+def gradients_of(folder: str, train_indexer: bool, coefficient: float, batches: list) -> tuple[dict, dict]:
+    """Of every parameter after these micro-batches' losses, as the worker computes them; and what was measured."""
+    config = Config()
+    config.policy.path = folder
+    config.indexshare = IndexShareConfig(train_indexer=train_indexer, distill_coefficient=coefficient)
+    worker = PolicyWorker.__ray_metadata__.modified_class(config, 0, 1)
+    model, _, _ = worker.build()
+    stats = Stats()
+    for batch in batches:
+        loss, measured = worker.loss(model, batch)
+        loss.backward()
+        stats = stats.merge(measured)
+    return {n: p.grad for n, p in model.named_parameters() if p.grad is not None}, stats.means()
+
+
+def test_indexers_learn_from_their_own_loss_alone(tiny_policy_dir):
+    """And nothing else notices; split into micro-batches it is the same loss."""
+    folder = str(tiny_policy_dir)
+    trajectories = [trajectory(i, 60 + 10 * i, 9) for i in range(2)]
+    whole, parts = [pack(trajectories)], [pack([t]) for t in trajectories]
+    frozen, plain = gradients_of(folder, False, 1.0, whole)
+    off, _ = gradients_of(folder, True, 0.0, whole)
+    taught, means = gradients_of(folder, True, 1.0, whole)
+    twice, split = gradients_of(folder, True, 2.0, parts)
+    indexers = {n for n in taught if ".indexer." in n}
+    assert indexers
+    assert not {n for n in frozen if ".indexer." in n}
+    for n in indexers:
+        assert off[n].abs().max() == 0
+        torch.testing.assert_close(twice[n], 2 * taught[n], atol=1e-6, rtol=1e-4)
+    assert any(taught[n].abs().max() > 1e-6 for n in indexers)
+    for n in frozen:
+        torch.testing.assert_close(taught[n], frozen[n], atol=0, rtol=0)
+    assert means["indexshare/distill_loss"] > 0
+    assert split["indexshare/distill_loss"] == pytest.approx(means["indexshare/distill_loss"], rel=1e-5)
+    assert means["policy/loss"] == plain["policy/loss"]
+
+
+@pytest.mark.parametrize(("kind", "rank", "says"), [("llama", 0, "no indexers"), ("glm_moe_dsa", 4, "policy.lora")])
+def test_indexers_that_cannot_learn_are_refused(tmp_path, kind, rank, says):
+    config = Config()
+    config.policy.path, config.policy.lora.rank = str(tmp_path), rank
+    config.indexshare.train_indexer = True
+    fields = {"model_type": kind, "num_hidden_layers": 2, "index_topk": 4, "index_topk_pattern": "FS"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ConfigError, match=rf"indexshare\.train_indexer: True given, must be false .*{says}"):
+        check(config)
