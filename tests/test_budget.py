@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import rl.train
+from rl.algorithms import Targets
 from rl.config import BudgetConfig, Config, ConfigError
 from rl.config_load import build
 from rl.config_rules import check
@@ -26,7 +27,7 @@ def stage(monkeypatch):
 
     def step(run):
         run.tokens, run.trained_tokens, now[0] = run.tokens + TOKENS, run.trained_tokens + TRAINED, now[0] + SECONDS
-        return [], {}
+        return Targets([], {}, []), {}
 
     def evaluation(run, telemetry):
         now[0] += 100.0  # an evaluation costs none of the budget
@@ -48,7 +49,10 @@ def go(tmp_path, budget: BudgetConfig, steps: int = 50, resume: bool = False):
     config.run.steps, config.run.budget, config.run.resume = steps, budget, resume
     config.eval.every = config.checkpoint.every = 1000
     run, logged = run_of(config), []
-    loop(run, SimpleNamespace(log=lambda step, batch, metrics: logged.append((step, metrics))), tmp_path)
+    telemetry = SimpleNamespace(
+        history=[], alert=lambda step, found: None, log=lambda step, batch, metrics: logged.append((step, metrics))
+    )
+    loop(run, telemetry, tmp_path)
     return run, logged
 
 
