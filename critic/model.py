@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from critic.experts import CriticExperts, ExpertBlock, Experts, Routing, running_mean, stacked
-from critic.trunk import FrozenTrunk, below, cut, cut_before, upper_states
+from critic.trunk import FrozenTrunk, SharedReference, below, cut, cut_before, upper_states
 from critic.trunk_cache import StateCache
 from critic.upcycle import UpcycledMLP, upcycle
 from rl.backbone import hidden_states, load_causal_lm
@@ -151,8 +151,13 @@ def _before(batch: Batch) -> Int[Tensor, " responses"]:
     return torch.arange(len(batch.predicts), device=batch.trajectory.device) + batch.trajectory
 
 
-def build(config: CriticConfig, policy_path: str, device: str = "cpu") -> ValueModel:
-    """The critic as configured, its trunk and all on the device."""
+def build(
+    config: CriticConfig, policy_path: str, device: str = "cpu", *, reference_temperature: float | None = None
+) -> ValueModel:
+    """The critic as configured, its trunk and all on the device.
+
+    With a `reference_temperature` the frozen encoder's model is the KL reference as well (see `SharedReference`).
+    """
     frozen = config.freeze != "none"
     trained, trunk_dtype = DTYPES[config.deepspeed.dtype], DTYPES[config.trunk_dtype]
     recompute = config.deepspeed.gradient_checkpointing
@@ -166,7 +171,12 @@ def build(config: CriticConfig, policy_path: str, device: str = "cpu") -> ValueM
     trunk: FrozenTrunk | None = None
     backbone: Any = whole
     if config.freeze == "encoder":
-        trunk, backbone = FrozenTrunk(_lower(config, whole), _cache(config)), None
+        lower: Any = _lower(config, whole)
+        backbone = None
+        shared = None
+        if reference_temperature is not None:
+            shared = SharedReference(lm.to(device), len(lower.layers), reference_temperature)
+        trunk = FrozenTrunk(lower, _cache(config), reference=shared)
     elif config.freeze == "attention":
         trunk, backbone = _attention_frozen(config, whole, trunk_dtype, trained)
         if recompute:
@@ -196,7 +206,11 @@ def parameter_counts(model: ValueModel) -> dict[str, int]:
 
 def _parts(model: ValueModel) -> Iterator[tuple[str, Iterator[nn.Parameter]]]:
     if model.trunk is not None:
-        yield "trunk", model.trunk.backbone.parameters()
+        trunk = list(model.trunk.backbone.parameters())
+        yield "trunk", iter(trunk)
+        if model.trunk.reference is not None:
+            held = {id(p) for p in trunk}
+            yield "reference", (p for p in model.trunk.reference.lm.parameters() if id(p) not in held)
     for name, child in model.named_children():
         yield name, child.parameters()
 

@@ -20,7 +20,8 @@ from critic.returns import RunningReturns, first_returns, summed, world_size
 from rl import losses
 from rl.config import Config, ConfigError, CriticConfig, DeepSpeedConfig, OptimizerConfig
 from rl.learner import Learner, LearnerWorker, Stats, per_response, token_stats
-from rl.trajectory import Batch, Trajectory, microbatches
+from rl.plan import reference_in_critic
+from rl.trajectory import Batch, Trajectory, microbatches, pack
 
 
 @ray.remote
@@ -35,7 +36,8 @@ class CriticWorker(LearnerWorker):
         critic = self.config.critic
         for dtype in (critic.deepspeed.dtype, critic.trunk_dtype):
             check_precision(dtype, self.device)
-        self.model = build(critic, self.config.policy.path, self.device)
+        temperature = self.config.rollout.temperature if reference_in_critic(self.config) else None
+        self.model = build(critic, self.config.policy.path, self.device, reference_temperature=temperature)
         if critic.pretrained is not None:
             pretrained.read(critic.pretrained, self.model)
         return self.model, critic.optimizer, learner_settings(critic)
@@ -87,6 +89,13 @@ class CriticWorker(LearnerWorker):
         step = self.config.step
         only_update = step.epochs * step.optimizer_steps * self.config.critic.updates_per_policy_update == 1
         return values(self.learner, trajectories, then_step=only_update)
+
+    def logprobs(self, trajectories: list[Trajectory]) -> list[np.ndarray]:
+        """The reference's, of every response token; of what `values` has just judged, nothing is computed again."""
+        trunk = self.model.trunk
+        assert trunk is not None
+        packs = [pack(b, self.device) for b in microbatches(trajectories, self.config.step.tokens_per_microbatch)]
+        return [a for b in packs for a in per_response(b, trunk.reference_logprobs(b))]
 
 
 def fingerprint(model: nn.Module) -> tuple[float, ...]:

@@ -10,13 +10,10 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
-from policy.logprobs import logprobs_and_entropy
 from rl.backbone import hidden_states, load_causal_lm
 from rl.config import PolicyConfig
+from rl.logprobs import logprobs_and_entropy
 from rl.trajectory import Batch
-
-CHUNK = 256
-"""Rows of logits alive at once."""
 
 
 class PolicyModel(nn.Module):
@@ -37,7 +34,7 @@ class PolicyModel(nn.Module):
         base = self.base
         hidden = hidden_states(getattr(base, base.base_model_prefix), batch)[batch.predicts]
         head = base.get_output_embeddings().weight
-        return logprobs_and_entropy(hidden, head, batch.targets, self.temperature, CHUNK)
+        return logprobs_and_entropy(hidden, head, batch.targets, self.temperature)
 
     @contextmanager
     def without_adapter(self) -> Iterator[None]:

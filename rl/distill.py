@@ -20,16 +20,13 @@ from tqdm import tqdm
 from indexshare import distill as indexshare
 from indexshare.pattern import EVERYTHING, adopt, adopt_anew, indexers, selecting
 from indexshare.schedule import Schedule
-from policy.logprobs import logprobs_and_entropy
 from rl.backbone import load_causal_lm
 from rl.config import ConfigError, OptimizerConfig
 from rl.config_rules import wrong
 from rl.documents import Document, DocumentSource, Pack, packs
 from rl.indexshare_config import DistillConfig, ModelConfig, RunConfig, to_yaml
+from rl.logprobs import logprobs_and_entropy
 from rl.schedule import lr_factor
-
-CHUNK = 256
-"""Rows of logits alive at once."""
 
 Metrics = dict[str, float]
 
@@ -76,7 +73,7 @@ def language_loss(model: Any, pack: Pack, hidden: Tensor) -> Tensor:
     """Sum over the counted tokens of -log p, in nats; hidden [tokens, hidden]."""
     at = pack.predicts
     head = model.get_output_embeddings().weight
-    return -logprobs_and_entropy(hidden[at], head, pack.ids[at + 1], 1.0, CHUNK)[0].sum()
+    return -logprobs_and_entropy(hidden[at], head, pack.ids[at + 1], 1.0)[0].sum()
 
 
 @torch.no_grad()

@@ -18,14 +18,29 @@ class Role:
     gpus: float
 
 
+def reference_in_critic(config: Config) -> bool:
+    """Whether the critic's frozen encoder is the KL reference's lower part, so that one forward serves both."""
+    critic, policy = config.critic, config.policy
+    same = critic.path in (None, policy.path)
+    alike = critic.trunk_dtype == ("bf16" if policy.deepspeed.dtype == "bf16" else "fp32")
+    wanted = config.algorithm.kl.where != "none" and config.algorithm.name != "grpo"
+    return wanted and critic.freeze == "encoder" and same and alike
+
+
+def reference_alone(config: Config) -> bool:
+    """Whether the KL reference is an actor of its own. LoRA with its adapter off is one too."""
+    wanted = config.algorithm.kl.where != "none" and not config.policy.lora.rank
+    return wanted and not reference_in_critic(config)
+
+
 def roles(config: Config) -> list[Role]:
-    """Every role that the run places; GRPO has no critic, LoRA is its own reference."""
+    """Every role that the run places; GRPO has no critic."""
     cpus, gpu = config.cluster.worker_cpus, float(config.cluster.device == "gpu")
     found = [
         Role("rollout", config.rollout.engines, cpus, gpu * config.rollout.tensor_parallel_size),
         Role("policy", config.policy.deepspeed.ranks, cpus, gpu),
     ]
-    if config.algorithm.kl.where != "none" and not config.policy.lora.rank:
+    if reference_alone(config):
         found.append(Role("reference", 1, cpus, gpu))
     if config.algorithm.name != "grpo":
         found.append(Role("critic", config.critic.deepspeed.ranks, cpus, gpu))
@@ -49,6 +64,8 @@ def plan(config: Config) -> str:
     for role in roles(config):
         gpus = f", {role.gpus:g} GPU" if role.gpus else ""
         lines.append(f"{role.name:<10} {role.count} actor(s), each {role.cpus:g} CPU{gpus}")
+    if reference_in_critic(config):
+        lines.append("reference  in the critic's forward")
     return "\n".join(lines)
 
 

@@ -12,13 +12,17 @@ from rl.algorithms import needs_critic
 from rl.cluster import Cluster, Pending, WorkerGroup, get
 from rl.config import Config
 from rl.learner import Stats
+from rl.plan import reference_alone, reference_in_critic
 from rl.trajectory import Trajectory, shard
 from rollout.pool import RolloutPool
 
 
 @dataclass(frozen=True)
 class Team:
-    """The roles of a run. `critic` and `reference` are None when the algorithm has no use for them."""
+    """The roles of a run. `critic` and `reference` are None when the algorithm has no use for them.
+
+    The `reference` is the critic's group where `reference_in_critic`.
+    """
 
     policy: WorkerGroup
     critic: WorkerGroup | None
@@ -42,7 +46,9 @@ def assemble(config: Config, cluster: Cluster) -> Team:
     if needs_critic(config):
         ranks = config.critic.deepspeed.ranks
         critic = cluster.group("critic", CriticWorker, lambda rank: (config, rank, ranks))
-    if config.algorithm.kl.where != "none" and not config.policy.lora.rank:
+    if reference_in_critic(config):
+        reference = critic
+    elif reference_alone(config):
         reference = cluster.group("reference", ReferenceWorker, lambda rank: (config,))
     counts = set_up([g for g in (policy, critic) if g])
     rollout.wait_ready()

@@ -110,12 +110,12 @@ def judge(team: Team, batch: list[Trajectory], config: Config) -> list[Trajector
     started = {}
     if needs_old_logprobs(config):
         started["old_logprobs"] = per_trajectory(team.policy, "logprobs", batch)
-    if team.reference:
+    if team.critic:
+        started["values"] = per_trajectory(team.critic, "values", batch)
+    if team.reference:  # after the values: it may be the critic, which then has them from the same forward
         started["reference_logprobs"] = per_trajectory(team.reference, "logprobs", batch)
     elif config.algorithm.kl.where != "none":  # LoRA: the policy without its adapter
         started["reference_logprobs"] = per_trajectory(team.policy, "logprobs", batch, True)
-    if team.critic:
-        started["values"] = per_trajectory(team.critic, "values", batch)
     return with_arrays(batch, **{name: pending.get() for name, pending in started.items()})
 
 

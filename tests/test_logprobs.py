@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from policy import logprobs as module
-from policy.logprobs import logprobs_and_entropy
+from rl.logprobs import logprobs_and_entropy
 
 
 def naive(hidden, weight, targets, temperature):

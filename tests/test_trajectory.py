@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from policy.logprobs import logprobs_and_entropy
 from rl import losses
+from rl.logprobs import logprobs_and_entropy
 from rl.trajectory import PER_TOKEN, Trajectory, microbatches, pack, shard, with_arrays
 
 VOCAB = 8

@@ -18,6 +18,9 @@ from jaxtyping import Float, Int
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+CHUNK = 256
+"""Rows of logits alive at once."""
+
 VOCAB_BLOCK = 16384
 """Rows of a low-precision weight that are widened to float32 at a time."""
 
@@ -27,7 +30,7 @@ def logprobs_and_entropy(
     weight: Float[Tensor, "vocab d"],
     targets: Int[Tensor, " n"],
     temperature: float,
-    chunk: int,
+    chunk: int = CHUNK,
 ) -> tuple[Float[Tensor, " n"], Float[Tensor, " n"]]:
     """log softmax(hidden @ weight.T / temperature)[target] and that distribution's entropy (nats), per row.
 
