@@ -89,6 +89,10 @@ class Telemetry:
         writer.flush()
         self._bar.show(step, metrics)
 
+    def expect(self, steps: int) -> None:
+        """How many steps the run will have, as far as is known now."""
+        self._bar.expect(steps)
+
     def say(self, line: str) -> None:
         """A line for whoever watches, above the progress bar."""
         self._bar.say(line)
@@ -174,6 +178,10 @@ class Bar:
         elif metrics:
             self.say(f"step {step}  {headline(metrics)}")
 
+    def expect(self, steps: int) -> None:
+        """Where the bar ends."""
+        self._tqdm.total = steps
+
     def say(self, line: str) -> None:
         """A line above the bar."""
         self._tqdm.write(line, file=sys.stderr)
@@ -199,6 +207,10 @@ class Lines:
             left = "  left " + duration((now - since) / (step - first) * (self._steps - step))
         line = f"{self._name}  step {step}/{self._steps}  {headline(metrics)}{left}"
         self.say(line)
+
+    def expect(self, steps: int) -> None:
+        """The step that will be the last."""
+        self._steps = steps
 
     def say(self, line: str) -> None:
         """Print a line."""

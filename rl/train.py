@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
@@ -275,13 +276,24 @@ def train(config: Config) -> Path:
 
 def finished(run: Run) -> bool:
     """Whether no step is left: the configured number is done, or a budget is spent."""
+    return run.step >= run.config.run.steps or any(used >= limit for limit, used in _spent(run))
+
+
+def expected_steps(run: Run) -> int:
+    """How many steps the run will have if they go on spending its budgets as they did."""
+    paces = [math.ceil(run.step * limit / used) for limit, used in _spent(run) if used]
+    return max(run.step, min([run.config.run.steps, *paces]))
+
+
+def _spent(run: Run) -> list[tuple[float, float]]:
+    """Each budget that there is, and how much of it is gone."""
     budget = run.config.run.budget
-    spent = (
+    pairs = (
         (budget.generated_tokens, run.tokens),
         (budget.trained_tokens, run.trained_tokens),
         (budget.seconds, run.seconds),
     )
-    return run.step >= run.config.run.steps or any(limit is not None and used >= limit for limit, used in spent)
+    return [(limit, used) for limit, used in pairs if limit is not None]
 
 
 def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
@@ -299,6 +311,7 @@ def loop(run: Run, telemetry: Telemetry, directory: Path) -> None:
         elapsed = time.perf_counter() - start
         run.seconds += elapsed
         last = finished(run)
+        telemetry.expect(expected_steps(run))
         telemetry.log(
             run.step,
             learned.trajectories,

@@ -13,7 +13,7 @@ from rl.algorithms import Targets
 from rl.config import BudgetConfig, Config, ConfigError
 from rl.config_load import build
 from rl.config_rules import check
-from rl.train import Run, finished, loop
+from rl.train import Run, expected_steps, finished, loop
 
 TOKENS, TRAINED, SECONDS = 10, 7, 2.0
 """What a step costs."""
@@ -50,10 +50,33 @@ def go(tmp_path, budget: BudgetConfig, steps: int = 50, resume: bool = False):
     config.eval.every = config.checkpoint.every = 1000
     run, logged = run_of(config), []
     telemetry = SimpleNamespace(
-        history=[], alert=lambda step, found: None, log=lambda step, batch, metrics: logged.append((step, metrics))
+        history=[],
+        alert=lambda step, found: None,
+        expect=lambda steps: None,
+        log=lambda step, batch, metrics: logged.append((step, metrics)),
     )
     loop(run, telemetry, tmp_path)
     return run, logged
+
+
+@pytest.mark.parametrize(
+    ("budget", "expected"),
+    [
+        (BudgetConfig(), 50),
+        (BudgetConfig(generated_tokens=100), 10),
+        (BudgetConfig(generated_tokens=101), 11),
+        (BudgetConfig(generated_tokens=100, trained_tokens=35), 5),
+        (BudgetConfig(seconds=7.0), 4),
+        (BudgetConfig(generated_tokens=5), 2),
+        (BudgetConfig(generated_tokens=10**6), 50),
+    ],
+)
+def test_the_end_is_expected_where_the_pace_spends_the_first_budget(budget, expected):
+    run = run_of(Config())
+    run.config.run.steps, run.config.run.budget = 50, budget
+    assert expected_steps(run) == 50  # nothing is spent yet
+    run.step, run.tokens, run.trained_tokens, run.seconds = 2, 2 * TOKENS, 2 * TRAINED, 2 * SECONDS
+    assert expected_steps(run) == expected
 
 
 @pytest.mark.parametrize(

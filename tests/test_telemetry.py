@@ -225,13 +225,16 @@ def test_samples_come_from_all_over_the_step() -> None:
 def test_plain_lines_where_stderr_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
     out = io.StringIO()
     lines = Lines(10, "ppo", out)
-    times = iter([100.0, 130.0])
+    times = iter([100.0, 130.0, 160.0])
     monkeypatch.setattr(telemetry.time, "monotonic", lambda: next(times))
     lines.show(1, {"reward/mean": 0.25, "kl/reference": 0.01, "time/tokens_per_second": 123.4})
     lines.show(2, {"reward/mean": 0.5})
+    lines.expect(5)
+    lines.show(3, {"reward/mean": 0.5})
     assert out.getvalue().splitlines() == [
         "ppo  step 1/10  reward 0.250  kl 0.0100  123 tok/s",
         "ppo  step 2/10  reward 0.500  left 04:00",
+        "ppo  step 3/5  reward 0.500  left 01:00",
     ]
 
 
@@ -239,11 +242,12 @@ def test_a_bar_on_a_terminal(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Cap
     monkeypatch.setattr(telemetry.sys.stderr, "isatty", lambda: True, raising=False)
     bar = telemetry.progress(10, "ppo")
     bar.show(5, {"eval/success": 0.125})
+    bar.expect(8)
     bar.show(6, {"reward/mean": 0.5})
     bar.close()
     shown = capsys.readouterr().err
     assert "eval 0.125" in shown
-    assert "6/10" in shown
+    assert "6/8" in shown
     assert headline({"reward/mean": 0.5}) in shown
 
 
