@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from policy import logprobs as module
+from rl import logprobs as module
 from rl.logprobs import logprobs_and_entropy
 
 
