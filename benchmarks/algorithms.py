@@ -1,6 +1,8 @@
-"""PPO, SAO and GRPO on the default task: three seeds each, the same number of steps and trajectories, as a picture.
+"""PPO, SAO and GRPO on the default task, and PPO with other critics: three seeds each, the same number of steps and
+trajectories, as a picture.
 
     python benchmarks/algorithms.py            # runs what is missing, then writes docs/algorithms.{json,png}
+    python benchmarks/algorithms.py --arms SAO # runs one arm anew, the others stay as docs/algorithms.json has them
     python benchmarks/algorithms.py --draw     # draws from docs/algorithms.json
 
 The x axis is generated tokens, SAO's warm-up included. A run that is there already is not run again.
@@ -18,6 +20,8 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 ARMS = {
     "PPO": ["configs/ppo.yaml"],
+    "PPO, critic's attention frozen": ["configs/ppo.yaml", "critic.freeze=attention", "critic.optimizer.lr=1e-3"],
+    "PPO, whole critic": ["configs/ppo.yaml", "critic.freeze=none", "critic.optimizer.lr=5e-4"],
     "SAO": ["configs/sao.yaml"],
     "GRPO": ["configs/grpo.yaml"],
 }
@@ -27,7 +31,7 @@ METRICS = ("reward/mean", "policy/entropy", "critic/explained_variance", "policy
 def run(arm: str, seed: int, out: Path, overrides: list[str]) -> dict[str, object]:
     """One arm and seed, resumed or skipped where it is there; its curves against generated tokens."""
     config, *own = ARMS[arm]
-    name = "algorithms-" + arm.lower().replace(",", "").replace(" ", "-")
+    name = "algorithms-" + arm.lower().replace(",", "").replace("'", "").replace(" ", "-")
     directory = out / f"{name}-seed{seed}"
     if not (directory / "policy" / "config.json").exists():
         command = [
@@ -81,18 +85,22 @@ def main() -> None:
     """Run what is missing, write numbers and picture, print a table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--arms", nargs="*", choices=list(ARMS), default=list(ARMS))
     parser.add_argument("--jobs", type=int, default=1, help="runs at once: curves do not mind, seconds would")
     parser.add_argument("--out", type=Path, default=ROOT / "runs")
     parser.add_argument("--draw", action="store_true", help="only draw from docs/algorithms.json")
-    parser.add_argument("overrides", nargs="*")
+    parser.add_argument("--overrides", nargs="*", default=[])
     args = parser.parse_args()
     numbers = ROOT / "docs" / "algorithms.json"
     if not args.draw:
         out = args.out.resolve()
         out.mkdir(parents=True, exist_ok=True)
-        wanted = [(arm, seed) for seed in range(args.seeds) for arm in ARMS]
+        wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
         with ThreadPoolExecutor(args.jobs) as pool:
             results = list(pool.map(lambda w: run(*w, out, args.overrides), wanted))
+        others = [] if set(args.arms) == set(ARMS) else json.loads(numbers.read_text())
+        results += [r for r in others if r["arm"] not in args.arms]
+        results.sort(key=lambda r: (list(ARMS).index(r["arm"]), r["seed"]))
         numbers.write_text(json.dumps(results) + "\n")
     results = json.loads(numbers.read_text())
     draw(results, ROOT / "docs" / "algorithms.png")

@@ -15,6 +15,7 @@ SAO: dict[str, Any] = {
     "algorithm.policy_loss": "dis",
     "algorithm.lambda_policy": "adaptive",
     "algorithm.lambda_critic": 1.0,
+    "critic.freeze": "attention",
     "critic.updates_per_policy_update": 2,
     "critic.warmup_steps": 10,
 }
