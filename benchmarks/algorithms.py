@@ -1,9 +1,9 @@
 """PPO, SAO and GRPO on the default task, and PPO with other critics: three seeds each, the same number of steps and
 trajectories, as a picture.
 
-    python benchmarks/algorithms.py            # runs what is missing, then writes docs/algorithms.{json,png}
-    python benchmarks/algorithms.py --arms SAO # runs one arm anew, the others stay as docs/algorithms.json has them
-    python benchmarks/algorithms.py --draw     # draws from docs/algorithms.json
+    python -m benchmarks.algorithms            # runs what is missing, then writes docs/algorithms.{json,png}
+    python -m benchmarks.algorithms --arms SAO # runs one arm anew, the others stay as docs/algorithms.json has them
+    python -m benchmarks.algorithms --draw     # draws from docs/algorithms.json
 
 The x axis is generated tokens, SAO's warm-up included. A run that is there already is not run again.
 """
@@ -12,12 +12,11 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.experiments import ROOT, draw, metrics, trained
+
 ARMS = {
     "PPO": ["configs/ppo.yaml"],
     "PPO, critic's attention frozen": ["configs/ppo.yaml", "critic.freeze=attention", "critic.optimizer.lr=1e-3"],
@@ -32,53 +31,15 @@ def run(arm: str, seed: int, out: Path, overrides: list[str]) -> dict[str, objec
     """One arm and seed, resumed or skipped where it is there; its curves against generated tokens."""
     config, *own = ARMS[arm]
     name = "algorithms-" + arm.lower().replace(",", "").replace("'", "").replace(" ", "-")
-    directory = out / f"{name}-seed{seed}"
-    if not (directory / "policy" / "config.json").exists():
-        command = [
-            str(Path(sys.executable).parent / "longppo"),
-            "train",
-            config,
-            f"run.seed={seed}",
-            f"run.name={name}",
-        ]
-        command += [f"run.out={out}", "run.resume=true", *own, *overrides]
-        with (out / f"{name}-seed{seed}.log").open("w") as log:
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
-    return {"arm": arm, "seed": seed} | curves(directory)
+    return {"arm": arm, "seed": seed} | curves(trained(config, name, seed, out, [*own, *overrides]))
 
 
 def curves(directory: Path) -> dict[str, list]:
     """`eval`: (step, generated tokens, held-out success); every metric: its value at each step."""
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [r for r in records if "reward/mean" in r]
+    steps, found = metrics(directory)
     tokens = {0: 0} | {r["step"]: r["rollout/tokens"] for r in steps}
-    evaluations = [(r["step"], tokens[r["step"]], r["eval/success"]) for r in records if "eval/success" in r]
+    evaluations = [(r["step"], tokens[r["step"]], r["eval/success"]) for r in found]
     return {"eval": evaluations} | {m: [r.get(m) for r in steps] for m in METRICS}
-
-
-def draw(results: list[dict], picture: Path) -> None:
-    """Held-out success against tokens: every seed thin, the mean thick, the seeds' spread shaded."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    figure, axes = plt.subplots(figsize=(7, 4))
-    for color, arm in zip(plt.rcParams["axes.prop_cycle"].by_key()["color"], ARMS, strict=False):
-        runs = [np.array(r["eval"]) for r in results if r["arm"] == arm]
-        if not runs:
-            continue
-        tokens, success = np.mean([r[:, 1] for r in runs], axis=0), np.array([r[:, 2] for r in runs])
-        for r in runs:
-            axes.plot(r[:, 1], r[:, 2], color=color, alpha=0.3, lw=0.8)
-        axes.fill_between(tokens, success.min(0), success.max(0), color=color, alpha=0.12, lw=0)
-        axes.plot(tokens, success.mean(0), color=color, lw=2.5, label=arm)
-    axes.set(xlabel="generated tokens", ylabel="held-out success at T=1", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
@@ -94,7 +55,6 @@ def main() -> None:
     numbers = ROOT / "docs" / "algorithms.json"
     if not args.draw:
         out = args.out.resolve()
-        out.mkdir(parents=True, exist_ok=True)
         wanted = [(arm, seed) for seed in range(args.seeds) for arm in args.arms]
         with ThreadPoolExecutor(args.jobs) as pool:
             results = list(pool.map(lambda w: run(*w, out, args.overrides), wanted))
@@ -103,7 +63,8 @@ def main() -> None:
         results.sort(key=lambda r: (list(ARMS).index(r["arm"]), r["seed"]))
         numbers.write_text(json.dumps(results) + "\n")
     results = json.loads(numbers.read_text())
-    draw(results, ROOT / "docs" / "algorithms.png")
+    arms = {arm: [[(t, y) for _, t, y in r["eval"]] for r in results if r["arm"] == arm] for arm in ARMS}
+    draw({arm: runs for arm, runs in arms.items() if runs}, numbers.with_suffix(".png"), "generated tokens")
     print("| arm | seed | first | last | best | tokens |\n|---|---|---|---|---|---|")
     for r in results:
         success = [e[2] for e in r["eval"]]

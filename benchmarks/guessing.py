@@ -1,7 +1,7 @@
 """The guessing game by PPO and by GRPO: held-out success against steps, as a picture.
 
-    python benchmarks/guessing.py              # runs what is missing, then writes docs/guessing.{json,png}
-    python benchmarks/guessing.py --draw       # draws from docs/guessing.json
+    python -m benchmarks.guessing              # runs what is missing, then writes docs/guessing.{json,png}
+    python -m benchmarks.guessing --draw       # draws from docs/guessing.json
 
 The dashed line is the best that a policy can do which ignores what the game answers: three different numbers of five.
 A run that is there already is not run again.
@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
-import subprocess
-import sys
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent
+from benchmarks.experiments import ROOT, draw, metrics, trained
+
 ARMS = {"PPO": "guessing_ppo", "GRPO": "guessing_grpo"}
 DEAF = 3 / 5
 
@@ -23,45 +22,15 @@ DEAF = 3 / 5
 def run(arm: str, seed: int, out: Path, overrides: list[str]) -> dict[str, object]:
     """One arm and seed, resumed or skipped where it is there; its curves."""
     name = ARMS[arm]
-    directory = out / f"{name}-seed{seed}"
-    if not (directory / "policy" / "config.json").exists():
-        out.mkdir(parents=True, exist_ok=True)
-        command = [str(Path(sys.executable).parent / "longppo"), "train", f"configs/{name}.yaml", "run.resume=true"]
-        command += [f"run.seed={seed}", f"run.out={out}", *overrides]
-        with (out / f"{name}-seed{seed}.log").open("w") as log:
-            subprocess.run(command, cwd=ROOT, check=True, stdout=log, stderr=log)
-    records = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
-    steps = [r for r in records if "reward/mean" in r]
+    steps, evaluations = metrics(trained(f"configs/{name}.yaml", name, seed, out, overrides))
     return {
         "arm": arm,
         "seed": seed,
-        "eval": [(r["step"], r["eval/success"]) for r in records if "eval/success" in r],
+        "eval": [(r["step"], r["eval/success"]) for r in evaluations],
         "reward": [r["reward/mean"] for r in steps],
         "turns": [r["rollout/turns"] for r in steps],
         "seconds": sum(r["time/step"] for r in steps),
     }
-
-
-def draw(results: list[dict], picture: Path) -> None:
-    """Every seed thin, the mean of an arm thick."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    for arm, color in zip(ARMS, ("tab:blue", "tab:orange"), strict=True):
-        runs = np.array([r["eval"] for r in results if r["arm"] == arm])
-        for r in runs:
-            axes.plot(r[:, 0], r[:, 1], color=color, alpha=0.4, lw=1)
-        axes.plot(runs[0, :, 0], runs[:, :, 1].mean(0), color=color, lw=2.5, label=arm)
-    axes.axhline(DEAF, color="gray", ls="--", lw=1, label="best without listening")
-    axes.set(xlabel="steps of 128 games", ylabel="held-out success at T=1", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
 
 
 def main() -> None:
@@ -79,7 +48,8 @@ def main() -> None:
         results = [run(arm, seed, args.out.resolve(), args.overrides) for arm, seed in wanted]
         numbers.write_text(json.dumps(results) + "\n")
     results = json.loads(numbers.read_text())
-    draw(results, args.docs / "guessing.png")
+    curves = {arm: [r["eval"] for r in results if r["arm"] == arm] for arm in ARMS}
+    draw(curves, args.docs / "guessing.png", "steps of 128 games", ("best without listening", DEAF))
     print("| arm | seed | first | last | best | seconds of steps |\n|---|---|---|---|---|---|")
     for r in results:
         success = [e[1] for e in r["eval"]]

@@ -1,7 +1,7 @@
 """The default experiment, three seeds: held-out success against the time since the process started, as a picture.
 
-    python benchmarks/quickstart.py            # runs what is missing, then draws docs/quickstart.png
-    python benchmarks/quickstart.py --draw     # draws from the runs that are there
+    python -m benchmarks.quickstart            # runs what is missing, then draws docs/quickstart.png
+    python -m benchmarks.quickstart --draw     # draws from the runs that are there
 
 The seeds run one after the other, each as a user would start it.
 """
@@ -16,10 +16,10 @@ import sys
 import time
 from pathlib import Path
 
+from benchmarks.experiments import ROOT, draw
+
 WINDOW_S = 600
 """The rise is what the last evaluation within ten minutes of the process' start shows."""
-
-ROOT = Path(__file__).parent.parent
 
 
 def curve(run: Path, started: float) -> list[tuple[int, float, float]]:
@@ -49,28 +49,6 @@ def run_seed(config: str, seed: int, out: Path, overrides: list[str]) -> dict[st
     return {"seed": seed, "seconds": time.time() - started, "points": points}
 
 
-def draw(results: list[dict], picture: Path) -> None:
-    """Each seed thin, their mean thick."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    import numpy as np
-
-    figure, axes = plt.subplots(figsize=(6.4, 3.6))
-    for r in results:
-        _, seconds, success = zip(*r["points"], strict=True)
-        axes.plot(np.array(seconds) / 60, success, color="tab:blue", alpha=0.4, lw=1, label=f"seed {r['seed']}")
-    seconds = np.mean([[p[1] for p in r["points"]] for r in results], axis=0) / 60
-    success = np.mean([[p[2] for p in r["points"]] for r in results], axis=0)
-    axes.plot(seconds, success, color="tab:blue", lw=2.5, label="mean")
-    axes.set(xlabel="minutes since the process started", ylabel="held-out success at T=1", ylim=(0, 1))
-    axes.grid(alpha=0.3)
-    axes.legend()
-    figure.tight_layout()
-    figure.savefig(picture, dpi=120)
-
-
 def main() -> None:
     """Run, draw, and print the rise of every seed and of the mean."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -85,7 +63,8 @@ def main() -> None:
         results = [run_seed(args.config, s, args.out.resolve(), args.overrides) for s in range(args.seeds)]
         numbers.write_text(json.dumps(results, indent=1) + "\n")
     results = json.loads(numbers.read_text())
-    draw(results, ROOT / "docs" / "quickstart.png")
+    curves = [[(seconds / 60, success) for _, seconds, success in r["points"]] for r in results]
+    draw({"PPO": curves}, numbers.with_suffix(".png"), "minutes since the process started")
     rises = []
     for r in results:
         first, last = r["points"][0], [p for p in r["points"] if p[1] <= WINDOW_S][-1]
