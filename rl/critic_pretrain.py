@@ -62,11 +62,14 @@ def pretrain_directory(config: Config) -> Path:
 
 
 def _settings(config: Config) -> Config:
-    """The experiment's, made to learn returns: lambda 1, and no clip around the values of the beginning."""
+    """The experiment's, made to learn returns: lambda 1, and no clip around the values of the beginning.
+
+    Without KL too: the initial policy is its own reference.
+    """
     config = copy.deepcopy(config)
     config.run.steps = config.critic.pretrain.epochs
     config.algorithm.lambda_critic, config.algorithm.value_clip, config.algorithm.whiten = 1.0, None, False
-    config.critic.pretrained = None
+    config.algorithm.kl.where, config.critic.pretrained = "none", None
     return config
 
 

@@ -11,9 +11,9 @@ import numpy as np
 import pytest
 
 import rl.critic_pretrain
-from rl.config import Config, ConfigError, CriticConfig, ExpertsConfig, PretrainConfig
+from rl.config import Config, ConfigError, CriticConfig, ExpertsConfig, KLConfig, PretrainConfig
 from rl.config_rules import CRITIC_SETTINGS, CRITIC_WEIGHTS, check
-from rl.critic_pretrain import pretrain
+from rl.critic_pretrain import pretrain, record
 from tests.test_critic import llama  # noqa: F401
 from tests.test_critic_worker import TRAINED_ON, Worker, configured
 from tests.test_learner import on_ranks
@@ -88,6 +88,7 @@ def test_recording_goes_on_where_it_stopped(ray_session, tiny_policy_dir, tmp_pa
     config.reward.function = "tests.test_critic_pretrain:halves"
     config.run.out = str(tmp_path)
     config.critic = CriticConfig(freeze="encoder", pretrain=PretrainConfig(prompts=8, held_out=4, epochs=2))
+    config.algorithm.kl = KLConfig(where="reward", coefficient=0.1)  # of which an initial policy has none
     folder = pretrain(config)
     recorded = sorted((folder.parent / "recorded").glob("*.pkl"))
     before = [pickle.loads(file.read_bytes()) for file in recorded]
@@ -97,8 +98,7 @@ def test_recording_goes_on_where_it_stopped(ray_session, tiny_policy_dir, tmp_pa
     assert all("critic/explained_variance" in c for c in curves)
 
     recorded[1].unlink()
-    config.run.resume = True
-    pretrain(config)
+    record(config, halves, folder.parent / "recorded")
     again = pickle.loads(recorded[1].read_bytes())
     assert [t.response_ids.tolist() for t in again] == [t.response_ids.tolist() for t in before[1]]
 
@@ -106,7 +106,7 @@ def test_recording_goes_on_where_it_stopped(ray_session, tiny_policy_dir, tmp_pa
         raise AssertionError("everything is recorded")
 
     monkeypatch.setattr(rl.critic_pretrain, "_engines", refuse)
-    pretrain(config)
+    record(config, halves, folder.parent / "recorded")
 
 
 def test_an_algorithm_without_a_critic_has_none_to_teach(tmp_path):
