@@ -16,6 +16,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from rl import expert_parallel
+
 FP16_TOP = 2.0**-4
 """Where the largest gradient entering a float16 product is scaled to. A weight's gradient sums over tokens, and
 overflows where tokens times activations pass 2^20; what is 2^20 times smaller than the largest is lost."""
@@ -37,10 +39,17 @@ class Experts(nn.Module):
         super().__init__()
         self.top_k = top_k
         self.dtype = dtype
+        self._group: expert_parallel.Group | None = None
         self.router = nn.Parameter(torch.randn(count, hidden) * 0.02)
         self.gate_up = nn.Parameter(torch.randn(count, 2 * intermediate, hidden) * hidden**-0.5)
         # Zero: a new block starts as the identity.
         self.down = nn.Parameter(torch.zeros(count, hidden, intermediate))
+
+    def spread(self, group: str) -> None:
+        """Keep this rank's part of the experts; `expert_parallel.exchanged` asks the others. The router stays whole."""
+        self._group = expert_parallel.group_named(group)
+        self.gate_up = expert_parallel.spread(self.gate_up, group)
+        self.down = expert_parallel.spread(self.down, group)
 
     def forward(self, x: Float[Tensor, "tokens hidden"]) -> tuple[Float[Tensor, "tokens hidden"], Routing]:
         """The weighted experts' answers, float32, and who gave them."""
@@ -49,14 +58,18 @@ class Experts(nn.Module):
         weights = weights / weights.sum(-1, keepdim=True)
         order = chosen.flatten().argsort(stable=True)
         token = order // self.top_k
-        offsets = torch.bincount(chosen.flatten(), minlength=len(self.router)).cumsum(0).int()
-        answers = self._answers(x[token], offsets) * weights.flatten()[order, None]
+        counts = torch.bincount(chosen.flatten(), minlength=len(self.router))
+        if self._group is None:
+            answers = self._answers(x[token], counts)
+        else:
+            answers = expert_parallel.exchanged(x[token], counts, self._answers, self._group)
+        answers = answers * weights.flatten()[order, None]
         y = torch.zeros_like(x, dtype=torch.float32).index_add_(0, token, answers)
         return y, Routing(probabilities[None], chosen[None])
 
-    def _answers(self, x: Tensor, offsets: Tensor) -> Tensor:
-        """Each expert's MLP over its own rows of x, which end at `offsets`; float32."""
-        scale = _GradientScale()
+    def _answers(self, x: Tensor, counts: Tensor) -> Tensor:
+        """Each expert's MLP over its own rows of x, `counts` for each; float32."""
+        scale, offsets = _GradientScale(), counts.cumsum(0).int()
         x, gate_up, down = (_lowered(t, self.dtype, scale) for t in (x, self.gate_up, self.down))
         gate, up = F.grouped_mm(x, gate_up.transpose(1, 2), offs=offsets).chunk(2, -1)
         y = F.grouped_mm(F.silu(gate) * up, down.transpose(1, 2), offs=offsets)

@@ -19,6 +19,7 @@ from critic.experts import CriticExperts, ExpertBlock, Experts, Routing, running
 from critic.trunk import FrozenTrunk, SharedReference, below, cut, cut_before, upper_states
 from critic.trunk_cache import StateCache
 from critic.upcycle import UpcycledMLP, upcycle
+from rl import expert_parallel
 from rl.backbone import hidden_states, load_causal_lm
 from rl.config import ConfigError, CriticConfig, ExpertsConfig
 from rl.trajectory import Batch
@@ -73,7 +74,17 @@ class ValueModel(nn.Module):
         self.experts = experts
         self.recompute = recompute
         """Gradient checkpointing of experts and head, segment by segment."""
+        self.whole_rows = False
+        """Whether rows go through undivided: ranks that ask each other's experts must ask equally often."""
         self.head = ValueHead(hidden)
+
+    def spread(self, size: int) -> None:
+        """Spread the experts over groups of `size` ranks (a collective of all ranks)."""
+        group = expert_parallel.create_group(size)
+        for module in self.modules():
+            if isinstance(module, Experts):
+                module.spread(group)
+        self.whole_rows = True
 
     @property
     def routed(self) -> bool:
@@ -128,9 +139,10 @@ class ValueModel(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         if torch.is_grad_enabled() and not recompute:
             return self._segment(rows, past)
+        size = len(rows) if self.whole_rows else SEGMENT
         parts = [
             checkpoint(self._segment, *part, use_reentrant=False) if recompute else self._segment(*part)
-            for part in zip(rows.split(SEGMENT), past.split(SEGMENT), strict=True)
+            for part in zip(rows.split(size), past.split(size), strict=True)
         ]
         routing = Routing(torch.cat([r.probabilities for _, r in parts], 1), torch.cat([r.chosen for _, r in parts], 1))
         return torch.cat([values for values, _ in parts]), routing
@@ -198,7 +210,7 @@ def parameter_counts(model: ValueModel) -> dict[str, int]:
     for part, parameters in _parts(model):
         for p in parameters:
             # ZeRO 3 empties a parameter's tensor and keeps its size beside it.
-            size = int(getattr(p, "ds_numel", p.numel()))
+            size = int(getattr(p, "ds_numel", p.numel())) * expert_parallel.ranks_of(p)
             key = f"{'trained' if p.requires_grad else 'frozen'}/{part}"
             counts[key] = counts.get(key, 0) + size
     return counts

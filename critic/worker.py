@@ -40,13 +40,16 @@ class CriticWorker(LearnerWorker):
         self.model = build(critic, self.config.policy.path, self.device, reference_temperature=temperature)
         if critic.pretrained is not None:
             pretrained.read(critic.pretrained, self.model)
+        if critic.expert_parallel_size > 1:
+            self.model.spread(critic.expert_parallel_size)
         return self.model, critic.optimizer, learner_settings(critic)
 
     def setup(self, host: str, port: int) -> dict[str, int]:
         """See `LearnerWorker`; beside the sums, what trains and what does not by part, the trunk's too."""
-        counts = super().setup(host, port)
+        super().setup(host, port)
         parts = parameter_counts(self.model)
-        return counts | {"parameters": sum(parts.values())} | parts
+        trained = sum(n for part, n in parts.items() if part.startswith("trained/"))
+        return {"parameters": sum(parts.values()), "trained": trained} | parts
 
     def loss(self, module: nn.Module, batch: Batch, shares: Tensor | None = None) -> tuple[torch.Tensor, Stats]:
         """See `LossFunction`."""

@@ -191,6 +191,8 @@ class CriticConfig:
     """Memory for a step's states of the frozen layers, per rank, so that they are computed once."""
     cache_dir: str | None = None
     """A folder for what exceeds cache_gib; null: that is computed each time."""
+    expert_parallel_size: int = 1
+    """Ranks over which the experts of a block are spread, with freeze=encoder; 1: every rank holds all."""
     optimizer: OptimizerConfig = field(default_factory=lambda: OptimizerConfig(lr=3e-4))
     deepspeed: DeepSpeedConfig = field(default_factory=DeepSpeedConfig)
     updates_per_policy_update: int = 1

@@ -96,6 +96,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "critic.experts.intermediate_size": (8, 1e6),
     "critic.experts.balance_coefficient": (0, 1e3),
     "critic.cache_gib": (0, 1e6),
+    "critic.expert_parallel_size": (1, 1e5),
     "critic.pretrain.prompts": (1, 1e9),
     "critic.pretrain.held_out": (1, 1e9),
     "critic.pretrain.epochs": (1, 1e6),
@@ -283,6 +284,8 @@ def _critic(c: Config) -> None:
         raise wrong("critic.trunk_layers", k.trunk_layers, f"null with critic.freeze={k.freeze}")
     if k.deepspeed.dtype == "fp16" and k.freeze != "encoder":
         raise wrong("critic.deepspeed.dtype", "fp16", f"fp32 or bf16 with critic.freeze={k.freeze}")
+    if k.expert_parallel_size > 1:
+        _expert_parallel(k)
     if k.pretrained is not None:
         _pretrained(k, k.pretrained)
     if k.cache_dir is not None:
@@ -291,6 +294,17 @@ def _critic(c: Config) -> None:
                 pass
         except OSError as error:
             raise wrong("critic.cache_dir", k.cache_dir, f"a folder that can be written ({error.strerror})") from error
+
+
+def _expert_parallel(k: CriticConfig) -> None:
+    size, key = k.expert_parallel_size, "critic.expert_parallel_size"
+    if k.freeze != "encoder" or k.experts.blocks == 0:
+        raise wrong(key, size, f"1 with critic.freeze={k.freeze} and critic.experts.blocks={k.experts.blocks}")
+    for divided, by in (("critic.deepspeed.ranks", k.deepspeed.ranks), ("critic.experts.count", k.experts.count)):
+        if by % size:
+            raise wrong(key, size, f"a divisor of {divided} = {by}")
+    if k.deepspeed.zero_stage:
+        raise wrong("critic.deepspeed.zero_stage", k.deepspeed.zero_stage, f"0 with {key}={size}")
 
 
 def _pretrained(k: CriticConfig, folder: str) -> None:

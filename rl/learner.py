@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from typing import Any, cast
 
 import numpy as np
@@ -19,6 +20,7 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_map
 
+from rl import expert_parallel
 from rl.config import ClusterConfig, Config, DeepSpeedConfig, OptimizerConfig
 from rl.trajectory import Batch, Trajectory, microbatches, pack
 
@@ -174,8 +176,10 @@ class Learner:
         if not self._stage:
             # DeepSpeed's stage 0 clips without saying the norm; before the optimizer's step gradients are reduced.
             self._optimizer.register_step_pre_hook(
-                lambda *_: setattr(self, "_norm", float(nn.utils.clip_grad_norm_(trained, optimizer.max_grad_norm)))
+                lambda *_: setattr(self, "_norm", expert_parallel.clip_grad_norm(trained, optimizer.max_grad_norm))
             )
+        self._spread = {n: p for n, p in module.named_parameters() if expert_parallel.is_spread(p)}
+        self.engine.has_moe_layers = bool(self._spread)
         self._ranks = torch.distributed.get_world_size()
         self._kept: tuple[list[Trajectory], nn.Module] | None = None
 
@@ -258,18 +262,34 @@ class Learner:
 
         parameters = list(self.module.parameters()) if self._stage == 3 else []
         with deepspeed.zero.GatheredParameters(parameters, enabled=self._stage == 3):
-            return {k: v.detach().to("cpu", copy=True) for k, v in self.module.state_dict().items()}
+            state = {k: v.detach().to("cpu", copy=True) for k, v in self.module.state_dict().items()}
+        return state | {k: expert_parallel.gathered(p).cpu() for k, p in self._spread.items()}
 
     def save(self, directory: str) -> None:
         """Weights and optimizer, one file per rank (a collective)."""
+        if self._spread:
+            # DeepSpeed would look for its own MoE layers. At stage 0 there is no more than this.
+            Path(directory).mkdir(parents=True, exist_ok=True)
+            state = {"module": self.module.state_dict(), "optimizer": self._optimizer.state_dict()}
+            torch.save(state, self._rank_file(directory))
+            return
         self.engine.save_checkpoint(directory, tag="state", save_latest=False)
 
     def load(self, directory: str) -> None:
         """What `save` wrote. Raises FileNotFoundError."""
         self._kept = None
+        if self._spread:
+            state = torch.load(self._rank_file(directory), map_location=self._device)
+            self.module.load_state_dict(state["module"])
+            self._optimizer.load_state_dict(state["optimizer"])
+            return
         path, _ = self.engine.load_checkpoint(directory, tag="state")
         if path is None:
             raise FileNotFoundError(f"no checkpoint in {directory}")
+
+    @staticmethod
+    def _rank_file(directory: str) -> Path:
+        return Path(directory) / f"rank{torch.distributed.get_rank()}.pt"
 
 
 class LearnerWorker:

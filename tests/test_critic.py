@@ -546,6 +546,22 @@ def test_a_precision_that_the_device_lacks_is_refused(monkeypatch: pytest.Monkey
             ["critic.freeze=none", "critic.deepspeed.dtype=fp16"],
             "critic.deepspeed.dtype: 'fp16' given, must be fp32 or bf16 with",
         ),
+        (
+            ["critic.expert_parallel_size=2", "critic.deepspeed.ranks=3"],
+            "critic.expert_parallel_size: 2 given, must be a divisor of critic.deepspeed.ranks = 3",
+        ),
+        (
+            ["critic.expert_parallel_size=2", "critic.deepspeed.ranks=2", "critic.experts.count=3"],
+            "critic.expert_parallel_size: 2 given, must be a divisor of critic.experts.count = 3",
+        ),
+        (
+            ["critic.expert_parallel_size=2", "critic.deepspeed.ranks=2"],
+            "critic.deepspeed.zero_stage: 1 given, must be 0 with critic.expert_parallel_size=2",
+        ),
+        (
+            ["critic.expert_parallel_size=2", "critic.freeze=none"],
+            "critic.expert_parallel_size: 2 given, must be 1 with critic.freeze=none",
+        ),
         (["critic.cache_dir=/proc"], "critic.cache_dir: '/proc' given, must be a folder that can be written"),
         (["critic.cache_dir=nowhere"], "critic.cache_dir: 'nowhere' given, must be a folder that can be written"),
     ],

@@ -12,7 +12,7 @@ import torch
 
 from critic.returns import first_returns
 from critic.worker import CriticWorker
-from rl.config import Config, DeepSpeedConfig
+from rl.config import Config, DeepSpeedConfig, ExpertsConfig
 from rl.trajectory import shard
 from tests.test_critic import PACK, llama  # noqa: F401
 from tests.test_learner import on_ranks
@@ -58,6 +58,7 @@ def work(rank: int, ranks: int, port: int, config: Config, saved: str | None = N
         "norms": [norm for _, norm in results],
         "forwards": forwards,
         "frozen": digest(trunk.backbone.parameters()) == frozen,
+        "held": sum(p.numel() for p in worker.model.parameters()),
         "dtypes": {str(p.dtype) for p in worker.model.parameters()},
     }
     if saved is not None:
@@ -98,6 +99,31 @@ def test_an_update_of_the_frozen_critic_is_the_same_for_any_split(llama: str, tm
     for a, b in zip(values, again, strict=True):
         np.testing.assert_array_equal(a, b)
     assert whole["scale"] == pytest.approx([expected.mean(), expected.std(), 1.0], rel=1e-4)
+
+
+def test_experts_on_other_ranks_answer_as_if_they_were_here(llama: str, tmp_path: Path) -> None:  # noqa: F811
+    encoder = {"freeze": "encoder", "experts": ExpertsConfig(count=4), "returns": "normalised"}
+    config = configured(llama, 20, 2, **encoder, expert_parallel_size=2)
+    config.critic.deepspeed.zero_stage = 0
+    alone = configured(llama, 1000, 1, **encoder)
+    for c in (config, alone):
+        c.critic.optimizer.max_grad_norm = 1e-2  # every step is clipped
+    (whole,) = on_ranks(1, work, alone)
+    two = on_ranks(2, work, config, str(tmp_path / "saved"))
+    for rank in two:
+        for name, weights in whole["weights"].items():
+            np.testing.assert_allclose(rank["weights"][name], weights, atol=2e-5, err_msg=name)
+        assert rank["norms"] == pytest.approx(whole["norms"], rel=1e-3)
+        assert rank["counts"] == whole["counts"]
+        (values, norm), (again, norm_again) = rank["next"]
+        assert norm == norm_again
+        for a, b in zip(values, again, strict=True):
+            np.testing.assert_array_equal(a, b)
+    for i in range(3):
+        merged = two[0]["stats"][i].merge(two[1]["stats"][i]).means()
+        assert merged == pytest.approx(whole["stats"][i].means(), rel=1e-3, abs=1e-5)
+    # Each rank holds half of the experts: 2 blocks, of which an expert has 3 matrices of [64, 32].
+    assert [rank["held"] for rank in two] == [whole["held"] - 2 * 2 * 3 * 64 * 32] * 2
 
 
 def test_bf16_experts_train_in_float32_weights(llama: str) -> None:  # noqa: F811
