@@ -76,6 +76,17 @@ def parser() -> argparse.ArgumentParser:
         c = tools.add_parser(name, help=text)
         c.add_argument("config", help=f"YAML file, such as configs/indexshare_{name}.yaml")
         c.add_argument("overrides", nargs="*", metavar="key=value", help="such as run.seed=1 data.knobs.pairs=28")
+    convert = tools.add_parser("convert", help="make an IndexShare checkpoint of one with multi-head latent attention")
+    convert.add_argument("model", type=Path, help="folder: deepseek_v2, deepseek_v3, deepseek_v32, glm4_moe_lite, ...")
+    convert.add_argument("out", type=Path, help="folder to write")
+    how = convert.add_mutually_exclusive_group(required=True)
+    how.add_argument("--pattern", help="a letter a layer, F runs an indexer and S reuses its selection: FFFSSSF...")
+    how.add_argument("--freq", type=int, help="one layer in so many runs an indexer (GLM-5.2: 4)")
+    convert.add_argument("--offset", type=int, default=3, help="with --freq: the last layer of the first group of Full")
+    convert.add_argument("--topk", type=int, help="keys that a query selects (default: the model's, or 2048)")
+    convert.add_argument("--heads", type=int, help="heads of new indexers (default: 32)")
+    convert.add_argument("--head-dim", type=int, help="their width (default: 128)")
+    convert.add_argument("--seed", type=int, default=0, help="of their weights")
     return p
 
 
@@ -114,6 +125,8 @@ def main(argv: list[str] | None = None) -> int:
             return doctor()
         elif args.command == "critic":
             return _pretrain(load(args.config, args.overrides))
+        elif args.command == "indexshare" and args.tool == "convert":
+            _convert(args)
         elif args.command == "indexshare":
             _indexshare(args.tool, args.config, args.overrides)
         else:
@@ -203,6 +216,22 @@ def _guarded(work: Callable[[], object], log: Path) -> int:
         log.write_text(traceback.format_exc(), encoding="utf-8")
         return _say(error, FAILURE, f" (traceback: {log})")
     return 0
+
+
+def _convert(args: argparse.Namespace) -> None:
+    from indexshare.convert import Indexers, convert, source_config
+    from indexshare.schedule import Schedule
+
+    try:
+        layers = source_config(args.model)["num_hidden_layers"]
+        if args.pattern is not None:
+            schedule = Schedule.from_pattern(args.pattern, layers)
+        else:
+            schedule = Schedule.from_freq(layers, args.freq, args.offset)
+        print(convert(args.model, args.out, schedule, Indexers(args.topk, args.heads, args.head_dim, args.seed)))
+    except ValueError as error:
+        raise ConfigError(str(error)) from error
+    print(f"done: {args.out} ({schedule.pattern})")
 
 
 def _indexshare(tool: str, path: str, overrides: list[str]) -> None:
