@@ -12,7 +12,7 @@ do not keep, so memory is linear in the tokens.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any, Literal
 
 import torch
@@ -24,7 +24,7 @@ from transformers.models.glm_moe_dsa.modeling_glm_moe_dsa import (
     apply_rotary_pos_emb_interleave,
 )
 
-from indexshare.indexer import Selection, prefers_gather, segment_bounds, select
+from indexshare.indexer import Selection, given, prefers_gather, segment_bounds, select
 from indexshare.schedule import check_config
 
 Form = Literal["auto", "masked", "gather"]
@@ -222,9 +222,13 @@ class IndexShareAttention(GlmMoeDsaAttention):
         past_key_values: object | None = None,
         position_ids: Tensor | None = None,
         prev_topk_indices: Selection | None = None,
+        replayed: Mapping[int, Tensor] | None = None,
         **_: object,
     ) -> tuple[Tensor, None, Selection]:
-        """hidden_states [1, tokens, hidden]; attention_mask is `seq_start` [tokens], or None for one."""
+        """hidden_states [1, tokens, hidden]; attention_mask is `seq_start` [tokens], or None for one.
+
+        `replayed` has the flat positions [tokens, k] that every Full layer is to select, instead of its indexer's.
+        """
         if (
             past_key_values is not None
             or hidden_states.shape[0] != 1
@@ -244,7 +248,10 @@ class IndexShareAttention(GlmMoeDsaAttention):
             q[..., nope:], compressed[..., rank:].unsqueeze(2), *position_embeddings, unsqueeze_dim=2
         )
         q = torch.cat([q[..., :nope], q_rot], -1)
-        selection = self._select(hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices)
+        theirs = None if replayed is None or self.indexer is None else replayed[self.layer_idx]
+        selection = self._select(
+            hidden_states, q_latent, position_embeddings, attention_mask, prev_topk_indices, theirs
+        )
         if selection.indices is not None:
             latents = torch.cat([kv, k_rot.squeeze(2)], -1)[0]
             up = self.kv_b_proj.weight.view(self.num_heads, -1, rank)
@@ -262,6 +269,7 @@ class IndexShareAttention(GlmMoeDsaAttention):
         rotary: tuple[Tensor, Tensor],
         seq_start: Tensor | None,
         previous: Selection | None,
+        replayed: Tensor | None,
     ) -> Selection:
         if self.indexer is None:
             if previous is None:
@@ -270,6 +278,8 @@ class IndexShareAttention(GlmMoeDsaAttention):
         # The bounds need a look at seq_start's values (a wait for the device): once, by the first layer.
         bounds = previous.bounds if previous is not None else segment_bounds(seq_start, hidden.shape[1])
         gather = prefers_gather(bounds, self.indexer.index_topk) if self.form == "auto" else self.form == "gather"
+        if replayed is not None:
+            return given(replayed, bounds, gather, torch.promote_types(hidden.dtype, torch.float32))
         return select(self.indexer, hidden.detach(), q_latent.detach(), rotary, bounds, gather)
 
 

@@ -50,6 +50,36 @@ class Selection:
     indices: Tensor | None
 
 
+def given(indices: Tensor, bounds: tuple[int, ...], gather: bool, dtype: torch.dtype) -> Selection:
+    """A selection that somebody else made: indices [tokens, k] of flat key positions, -1 where there are fewer."""
+    chunks = chunked(bounds, QUERY_CHUNK)
+    if gather:
+        return Selection(bounds, chunks, None, indices.int())
+    biases = []
+    for chunk in chunks:
+        rows = indices[chunk.begin : chunk.end]
+        masked = torch.ones(len(rows), chunk.end - chunk.start + 1, dtype=torch.bool, device=indices.device)
+        # Places without a key write into a column of their own, which is cut off.
+        masked.scatter_(1, torch.where(rows < 0, masked.shape[1] - 1, rows - chunk.start), False)
+        biases.append(_bias(masked[:, :-1], dtype))
+    return Selection(bounds, chunks, tuple(biases), None)
+
+
+def positions(selection: Selection, k: int) -> Tensor:
+    """What a selection of at most k keys a query holds, in either form: flat ascending [tokens, k], -1 last."""
+    if selection.indices is not None:
+        return selection.indices.long()
+    assert selection.biases is not None
+    parts = []
+    for chunk, bias in zip(selection.chunks, selection.biases, strict=True):
+        selected = bias == 0
+        row, column = selected.nonzero(as_tuple=True)
+        out = torch.full((len(bias), k), -1, dtype=torch.int64, device=bias.device)
+        out[row, selected.cumsum(1)[row, column] - 1] = column + chunk.start
+        parts.append(out)
+    return torch.cat(parts)
+
+
 def segment_bounds(seq_start: Tensor | None, tokens: int) -> tuple[int, ...]:
     """First index of every trajectory, then the number of tokens. seq_start [tokens]; None is one."""
     if seq_start is None:

@@ -10,6 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import nn
 
+from indexshare.replay import check_complete
 from rl.backbone import hidden_states, load_causal_lm
 from rl.config import PolicyConfig
 from rl.logprobs import logprobs_and_entropy
@@ -19,10 +20,12 @@ from rl.trajectory import Batch
 class PolicyModel(nn.Module):
     """A causal LM that answers with the log-probabilities of a pack's response tokens."""
 
-    def __init__(self, lm: Any, temperature: float) -> None:
+    def __init__(self, lm: Any, temperature: float, replay: bool = False) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
+        self.replay = replay
+        """Attend to what the engine selected (index replay) instead of what its own indexers would."""
 
     @property
     def base(self) -> Any:
@@ -31,8 +34,11 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Float[torch.Tensor, " responses"], Float[torch.Tensor, " responses"]]:
         """Log-probability under the sampling temperature, and entropy, of every response token; float32."""
+        if self.replay:
+            check_complete(batch.selected)
         base = self.base
-        hidden = hidden_states(getattr(base, base.base_model_prefix), batch)[batch.predicts]
+        replayed = batch.selected if self.replay else None
+        hidden = hidden_states(getattr(base, base.base_model_prefix), batch, replayed)[batch.predicts]
         head = base.get_output_embeddings().weight
         return logprobs_and_entropy(hidden, head, batch.targets, self.temperature)
 

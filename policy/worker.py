@@ -10,6 +10,8 @@ import ray
 import torch
 from torch import nn
 
+from indexshare.indexer import positions
+from indexshare.replay import overlap, selections
 from policy.model import PolicyModel, build, plain_state_dict
 from rl import losses
 from rl.config import AlgorithmConfig, Config, DeepSpeedConfig, OptimizerConfig
@@ -92,6 +94,7 @@ class PolicyWorker(LearnerWorker):
         policy = self.config.policy
         train_indexer = self.config.indexshare.train_indexer
         self.model = build(policy, self.config.rollout.temperature, train_indexer=train_indexer).to(self.device)
+        self.model.replay = self.config.indexshare.replay
         return self.model, policy.optimizer, policy.deepspeed
 
     def loss(self, module: nn.Module, batch: Batch) -> tuple[torch.Tensor, Stats]:
@@ -114,6 +117,22 @@ class PolicyWorker(LearnerWorker):
         with model.without_adapter() if reference else nullcontext():
             parts = self.learner.forward(trajectories, lambda m, b: per_response(b, m(b)[0]))
         return [a for part in parts for a in part]
+
+    def overlap(self, trajectories: list[Trajectory]) -> dict[int, float]:
+        """By Full layer, the share of the engine's selected positions that this policy selects too (a collective)."""
+        found: dict[int, list[float]] = {}
+
+        def measure(module: nn.Module, batch: Batch) -> None:
+            assert batch.selected is not None
+            with selections(self.model.base) as own:
+                module(batch)
+            for layer, recorded in batch.selected.items():
+                mine = positions(own[layer], recorded.shape[1])
+                found.setdefault(layer, []).append(overlap(mine, recorded))
+
+        for t in trajectories:
+            self.learner.forward([t], measure)
+        return {layer: float(np.mean(shares)) for layer, shares in found.items()}
 
     def weights(self) -> dict[str, torch.Tensor] | None:
         """The policy under its checkpoint's own names, on CPU; on rank 0 (a collective)."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
 
@@ -43,8 +43,12 @@ def load_causal_lm(
     return model
 
 
-def hidden_states(backbone: nn.Module, batch: Batch) -> Float[torch.Tensor, "tokens hidden"]:
+def hidden_states(
+    backbone: nn.Module, batch: Batch, replayed: Mapping[int, Tensor] | None = None
+) -> Float[torch.Tensor, "tokens hidden"]:
     """Last hidden states of every token of the pack; no token sees another trajectory.
+
+    `replayed` is for IndexShare alone: what its Full layers are to select (see `IndexShareAttention`).
 
     IndexShare takes the pack's boundaries as they are, plain causal attention the trajectories' lengths; other models
     find them where `position_ids` restart, and mask a square of the whole pack.
@@ -53,6 +57,8 @@ def hidden_states(backbone: nn.Module, batch: Batch) -> Float[torch.Tensor, "tok
     more: dict[str, Any] = {"attention_mask": None}
     if config.model_type == "glm_moe_dsa":
         more["attention_mask"] = {"indexed_attention": batch.seq_start}
+        if replayed is not None:
+            more["replayed"] = replayed
     elif getattr(config, "_attn_implementation", None) == PACKED:  # a backbone of another make has none
         more["packed_lengths"] = (batch.last.diff(prepend=batch.last.new_tensor([-1]))).tolist()
     out = backbone(input_ids=batch.ids[None], position_ids=batch.position_ids[None], use_cache=False, **more)

@@ -152,6 +152,11 @@ class IndexShareConfig:
     train_indexer: bool = False
     """The policy's indexers learn beside it, by distillation over the keys that they select; false: they stay as
     pretrained (GLM-5's recipe)."""
+    replay: bool = False
+    """The policy attends to the positions that the engine selected for its tokens, prompt and response, instead of
+    asking its own indexers; costs the engine its prefix cache."""
+    overlap_samples: int = 1
+    """Without replay: trajectories a step on which `indexshare/overlap` is measured."""
     distill_coefficient: float = 1.0
     """Weight of that loss, a mean over action tokens summed over Full layers. No other loss reaches an indexer."""
 

@@ -96,6 +96,7 @@ BOUNDS: dict[str, tuple[float, float]] = {
     "critic.experts.intermediate_size": (8, 1e6),
     "critic.experts.balance_coefficient": (0, 1e3),
     "critic.cache_gib": (0, 1e6),
+    "indexshare.overlap_samples": (0, 1e6),
     "critic.expert_parallel_size": (1, 1e5),
     "critic.pretrain.prompts": (1, 1e9),
     "critic.pretrain.held_out": (1, 1e9),
@@ -359,6 +360,8 @@ def _paths(c: Config) -> None:
             _indexshare(key, Path(path))
     if c.indexshare.train_indexer:
         _train_indexer(c)
+    if c.indexshare.replay:
+        _has_indexers(c, "indexshare.replay")
     if c.prompts.source == "jsonl":
         if c.prompts.path is None or not os.path.isfile(c.prompts.path):
             raise wrong("prompts.path", c.prompts.path, "a JSONL file with prompts.source=jsonl")
@@ -378,10 +381,14 @@ def _indexshare(key: str, folder: Path) -> None:
         raise ConfigError(f"{key}: {folder} given, is no IndexShare model: {error}") from error
 
 
-def _train_indexer(c: Config) -> None:
+def _has_indexers(c: Config, key: str) -> None:
     kind = _json(c.policy.path, "config.json").get("model_type")
     if kind != "glm_moe_dsa":
-        raise wrong("indexshare.train_indexer", True, f"false with a {kind} model, which has no indexers")
+        raise wrong(key, True, f"false with a {kind} model, which has no indexers")
+
+
+def _train_indexer(c: Config) -> None:
+    _has_indexers(c, "indexshare.train_indexer")
     if c.policy.lora.rank:
         raise wrong("indexshare.train_indexer", True, "false with policy.lora, which freezes what is no adapter")
 

@@ -69,6 +69,7 @@ def train_step(run: Run) -> tuple[Targets, dict[str, float]]:
     config, team, clock = run.config, run.team, Clock()
     batch, sampled = collect(run, clock)
     with clock("judge"):
+        batch, agreed = overlap(team, batch, config)
         batch = judge(team, batch, config)
     learned = targets(batch, config.algorithm, config.rollout.max_response_tokens)
     with clock("learn"):
@@ -77,7 +78,7 @@ def train_step(run: Run) -> tuple[Targets, dict[str, float]]:
         synced = sync_weights(run)
     counted = {"prompts/dropped": float(run.prompts.dropped)} | peak_memory(team)
     judged = diagnostics.scalars(predictions(learned), config.rollout.max_response_tokens)
-    metrics = summarise(learned.trajectories) | sampled | learned.metrics | judged
+    metrics = summarise(learned.trajectories) | sampled | agreed | learned.metrics | judged
     return learned, metrics | updates | synced | counted | clock.seconds
 
 
@@ -91,10 +92,13 @@ def predictions(learned: Targets) -> diagnostics.Predictions:
 def collect(run: Run, clock: Clock) -> tuple[list[Trajectory], dict[str, float]]:
     """The step's scored trajectories: new prompts, and others in place of groups that teach nothing if configured."""
     step, rounds = run.config.step, run.config.algorithm.dynamic_sampling_rounds
+    share = run.config.indexshare
 
     def draw(n: int) -> list[Trajectory]:
         with clock("rollout"):
-            batch = run.team.rollout.generate(run.prompts.next(n), step.samples_per_prompt, step=run.step)
+            prompts, samples = run.prompts.next(n), step.samples_per_prompt
+            record = n * samples if share.replay else share.overlap_samples
+            batch = run.team.rollout.generate(prompts, samples, step=run.step, record=record)
         run.tokens += sum(t.actions for t in batch)
         with clock("reward"):
             scores = rewards.score(run.score, batch)
@@ -104,6 +108,21 @@ def collect(run: Run, clock: Clock) -> tuple[list[Trajectory], dict[str, float]]
         return draw(step.prompts_per_step), {}
     sampled = dynamic_sampling(draw, step.prompts_per_step, rounds)
     return sampled.trajectories, {"grpo/groups_drawn": float(sampled.groups_drawn)}
+
+
+def overlap(team: Team, batch: list[Trajectory], config: Config) -> tuple[list[Trajectory], dict[str, float]]:
+    """How far engine and policy select alike, on the trajectories whose selection is known; which then is dropped.
+
+    With replay it is needed, and they agree by construction.
+    """
+    known = [t for t in batch if t.selected is not None]
+    if config.indexshare.replay or not known:
+        return batch, {}
+    shares = {layer: x for layer, x in team.policy.call("overlap", known)[0].items() if not math.isnan(x)}
+    metrics = {f"indexshare/overlap/layer_{layer}": x for layer, x in shares.items()}
+    if shares:
+        metrics["indexshare/overlap"] = float(np.mean(list(shares.values())))
+    return [replace(t, selected=None) for t in batch], metrics
 
 
 def judge(team: Team, batch: list[Trajectory], config: Config) -> list[Trajectory]:

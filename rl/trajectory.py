@@ -16,6 +16,8 @@ from jaxtyping import Bool, Float32, Int32
 if TYPE_CHECKING:
     import torch
 
+    from indexshare.replay import Recorded
+
 FinishReason = Literal["stop", "length"]
 
 
@@ -58,6 +60,8 @@ class Trajectory:
     values: Float32[np.ndarray, " response+1"] | None = None
     advantages: Float32[np.ndarray, " response"] | None = None
     value_targets: Float32[np.ndarray, " response"] | None = None
+    selected: Recorded | None = None
+    """What the engine's Full layers selected, where that was asked for (`indexshare.replay`)."""
     loss_weight: float = 0.0
     """What one action token of this trajectory weighs in the loss of its optimizer step (`rl.losses`)."""
 
@@ -94,6 +98,8 @@ class Batch:
     last: torch.Tensor
     fields: dict[str, torch.Tensor]
     """Per-response-token arrays by name (`old_logprobs`, `advantages`, ...), those that exist."""
+    selected: dict[int, torch.Tensor] | None = None
+    """[tokens, k] by Full layer: what the engine selected, as flat positions (`indexshare.replay.packed`)."""
 
 
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "value_targets")
@@ -145,7 +151,17 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
         trajectory=joined([np.full(len(t.response_ids), i) for i, t in enumerate(trajectories)], np.int64),
         last=joined([np.array(last)], np.int64),
         fields=fields,
+        selected=_selected(trajectories, device),
     )
+
+
+def _selected(trajectories: Sequence[Trajectory], device: str) -> dict[int, torch.Tensor] | None:
+    from indexshare.replay import packed
+
+    recorded = [t.selected for t in trajectories if t.selected is not None]
+    if recorded and len(recorded) < len(trajectories):
+        raise ValueError(f"selected: only {len(recorded)} of {len(trajectories)} trajectories of a pack have it")
+    return packed(recorded, [t.tokens for t in trajectories], device) if recorded else None
 
 
 def _check(t: Trajectory) -> None:

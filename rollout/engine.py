@@ -11,8 +11,10 @@ from typing import Any
 import numpy as np
 import ray
 
+from indexshare.replay import Recorded
 from rl.config import Config
 from rl.trajectory import FinishReason, Prompt
+from rollout.vllm_plugin.recorder import RECORD
 
 ATTEMPTS = 3
 """How often an aborted request is generated again before it is an error."""
@@ -28,6 +30,8 @@ class Request:
     max_tokens: int
     full_distribution: bool = False
     """Sample from all tokens even where the run truncates (top_p, top_k)."""
+    record: bool = False
+    """Say what every query of prompt and response selected."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +42,14 @@ class Sampling:
     step: int
     temperature: float
 
+    record: frozenset[tuple[int, int]] = frozenset()
+    """(prompt index, sample index) of those whose selection is recorded."""
+
     def request(self, prompt: Prompt, sample: int, room: int, response: Sequence[int] = (), turn: int = 0) -> Request:
         """The request for at most `room` tokens after the prompt and what there is of the response."""
         seed = request_seed(self.run_seed, self.step, prompt.index, sample, turn)
-        return Request([*prompt.ids.tolist(), *response], seed, self.temperature, room)
+        record = (prompt.index, sample) in self.record
+        return Request([*prompt.ids.tolist(), *response], seed, self.temperature, room, record=record)
 
 
 def request_seed(run_seed: int, step: int, prompt_index: int, sample_index: int, turn: int = 0) -> int:
@@ -60,6 +68,8 @@ class Sample:
     text: str
     cached_tokens: int
     """Prompt tokens that came out of the prefix cache."""
+    selected: Recorded | None = None
+    """What Full layers selected, where it was asked for and our backend computed it."""
 
 
 def environment(config: Config) -> dict[str, str]:
@@ -104,7 +114,8 @@ class Engine:
                 max_num_seqs=r.max_num_seqs,
                 max_num_batched_tokens=r.max_num_batched_tokens,
                 enable_chunked_prefill=True,
-                enable_prefix_caching=True,
+                # What comes out of the cache is not selected anew.
+                enable_prefix_caching=not self.config.indexshare.replay,
                 enforce_eager=cluster.device == "cpu" or self._needs_our_backend(),
                 tensor_parallel_size=r.tensor_parallel_size,
                 logprobs_mode="processed_logprobs",
@@ -158,8 +169,9 @@ class Engine:
                 seed=q.seed,
                 logprobs=0,
                 detokenize=False,
+                extra_args={RECORD: i} if q.record else None,
             )
-            for q in requests
+            for i, q in enumerate(requests)
         ]
         prompts: Any = [{"prompt_token_ids": q.prompt_ids} for q in requests]
         outputs = self.llm.generate(prompts, parameters, use_tqdm=False)
@@ -169,7 +181,8 @@ class Engine:
             o.outputs[0].text = tokenizer.decode(
                 o.outputs[0].token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
             )
-        return [sample_of(o) for o in outputs]
+        recorded = self.llm.collective_rpc("recorded")[0] if any(q.record for q in requests) else {}
+        return [sample_of(o, recorded.get(i)) for i, o in enumerate(outputs)]
 
     def update_weights(self, weights: dict[str, Any], version: int) -> str:
         """Load weights (names of the checkpoint) in place; returns the checksum of what vLLM's worker received.
@@ -197,7 +210,7 @@ def complete(generate: Callable[[list[Request]], list[Sample | None]], requests:
     return [samples[i] for i in range(len(requests))]
 
 
-def sample_of(request_output: Any) -> Sample | None:
+def sample_of(request_output: Any, selected: Recorded | None = None) -> Sample | None:
     """What vLLM returned for a request; None where it was aborted."""
     output = request_output.outputs[0]
     if output.finish_reason not in ("stop", "length"):
@@ -210,4 +223,5 @@ def sample_of(request_output: Any) -> Sample | None:
         finish_reason=output.finish_reason,
         text=output.text,
         cached_tokens=request_output.num_cached_tokens or 0,
+        selected=selected,
     )

@@ -13,6 +13,7 @@ from itertools import chain
 
 import numpy as np
 
+from indexshare.replay import Recorded
 from rl.config import RolloutConfig
 from rl.environments import Checked
 from rl.trajectory import FinishReason, Prompt, Trajectory
@@ -35,6 +36,8 @@ class Episode:
     rewards: list[float] = field(default_factory=list)
     said: list[str] = field(default_factory=list)
     """Responses and observations in turn."""
+    selected: Recorded | None = None
+    """Of the last turn, whose prompt is all that came before."""
     turns: int = 0
     finish_reason: FinishReason | None = None
 
@@ -56,6 +59,7 @@ class Episode:
             text="\n".join(f"{r}\n[{o}]" if o else r for r, o in zip(responses, observations, strict=True)),
             task=self.prompt.task,
             answer=self.prompt.answer,
+            selected=self.selected,
             token_rewards=np.array(self.rewards, np.float32),
         )
 
@@ -100,7 +104,7 @@ def take_turn(episode: Episode, sample: Sample, limits: RolloutConfig, encode: C
     it is what `algorithm.truncation: bootstrap` wants. Where the environment is done, nothing is left to see.
     """
     observation, reward, done = episode.environment.step(sample.text)
-    episode.turns += 1
+    episode.turns, episode.selected = episode.turns + 1, sample.selected
     episode.said += [sample.text, observation]
     _append(episode, sample.ids.tolist(), True, sample.logprobs.tolist())
     episode.rewards[-1] = reward

@@ -69,9 +69,17 @@ class RolloutPool:
         get(loading, self.names)
 
     def generate(
-        self, prompts: Sequence[Prompt], samples: int, *, step: int, temperature: float | None = None
+        self,
+        prompts: Sequence[Prompt],
+        samples: int,
+        *,
+        step: int,
+        temperature: float | None = None,
+        record: int = 0,
     ) -> list[Trajectory]:
         """`samples` trajectories of every prompt, in the order (prompt, sample), whoever finishes first.
+
+        Of the first `record` of them, what they selected is recorded.
 
         Where the prompts are an environment's, each is an episode played to its end. `step` enters the sampling
         seeds. Raises `WorkerFailure`, and `EnvironmentFailure`.
@@ -81,7 +89,8 @@ class RolloutPool:
         shares = [[(i, s) for i in share for s in range(samples)] for share in split(prompts, len(self.engines))]
         finish = self._play if self.config.prompts.source == "environment" else self._answer
         asked = [[(prompts[i], s) for i, s in share] for share in shares]
-        found = finish(asked, Sampling(self.config.run.seed, step, t))
+        recorded = [(p.index, s) for p in prompts for s in range(samples)][:record]
+        found = finish(asked, Sampling(self.config.run.seed, step, t, frozenset(recorded)))
         by_position = dict(zip(chain(*shares), found, strict=True))
         return [by_position[i, s] for i in range(len(prompts)) for s in range(samples)]
 
@@ -126,6 +135,7 @@ class RolloutPool:
             text=sample.text,
             task=prompt.task,
             answer=prompt.answer,
+            selected=sample.selected,
         )
 
     def sync(self, weights: dict[str, torch.Tensor], version: int) -> None:
@@ -145,6 +155,7 @@ class RolloutPool:
     def probe(self, prompt: Prompt) -> list[Trajectory]:
         """A few tokens from every engine on the same prompt, to hold its log-probabilities to the trainer's."""
         t = self.config.rollout.temperature
-        request = Request(prompt.ids.tolist(), 0, t, PROBE_TOKENS, full_distribution=True)
+        record = self.config.indexshare.replay
+        request = Request(prompt.ids.tolist(), 0, t, PROBE_TOKENS, full_distribution=True, record=record)
         results = self._ask([[request] for _ in self.engines])
         return [self._trajectory(prompt, i, samples[0]) for i, samples in enumerate(results)]

@@ -93,6 +93,8 @@ def test_a_run_leaves_everything_it_promises(finished):
         "mismatch/k3",
         "rollout/truncated",
         "policy/clip_fraction",
+        "indexshare/overlap",
+        "indexshare/overlap/layer_5",
         "memory/policy",
         "time/step",
     ):
@@ -209,11 +211,15 @@ def test_at_learning_rate_0_the_ratio_stays_1_over_epochs(grpo):
 
 
 def test_sao_warms_the_critic_up_while_the_policy_stands_still(base, tmp_path, monkeypatch):
-    """One step of warm-up, then one in which a tight target KL ends the policy's epochs but not the critic's."""
+    """One step of warm-up, then one in which a tight target KL ends the policy's epochs but not the critic's.
+
+    The policy attends to what the engine selected.
+    """
     config = configured(base, tmp_path, algorithm__name="sao", algorithm__policy_loss="dis", critic__freeze="none")
     config.algorithm.lambda_policy, config.algorithm.target_kl = "adaptive", 1e-7
     config.critic.updates_per_policy_update, config.critic.warmup_steps = 2, 1
     config.step.prompts_per_step, config.step.samples_per_prompt = 8, 1
+    config.indexshare.replay = True
     states, original = [], rl.train.train_step
 
     def observed(run):
@@ -232,6 +238,8 @@ def test_sao_warms_the_critic_up_while_the_policy_stands_still(base, tmp_path, m
     assert critic_updates == 16
     assert policy_updates == second["policy/updates"] == 2  # at the first, the policy is the rollout's own
     assert second["policy/trained_tokens"] < second["rollout/response_tokens"] * 8 * 2
+    assert second["sync/probe_gap"] < 1e-4
+    assert "indexshare/overlap" not in second
 
 
 def test_a_dead_actor_ends_the_run_with_its_name_and_loses_nothing(base, tmp_path, monkeypatch):

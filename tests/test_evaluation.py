@@ -64,7 +64,7 @@ class Pool:
     def __init__(self):
         self.asked = []
 
-    def generate(self, prompts, samples, *, step, temperature):
+    def generate(self, prompts, samples, *, step, temperature, record=0):
         self.asked.append((len(prompts), samples, step, temperature))
         return [
             trajectory(p.index, str(p.index > 1 if temperature == 0 else s < p.index), sample_index=s, score=None)

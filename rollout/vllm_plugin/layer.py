@@ -16,6 +16,7 @@ from vllm.platforms import current_platform
 from indexshare.selection import stable_topk_by_position
 from rollout.vllm_plugin.backend import IndexerBackend, IndexShareBackend, IndexShareMetadata, write_rows
 from rollout.vllm_plugin.native import fits_native_kernels
+from rollout.vllm_plugin.recorder import Recorder
 
 SCORE_ELEMENTS = 1 << 24
 """Bound on [queries, heads, keys] of one score matrix."""
@@ -32,6 +33,8 @@ class PlainIndexer(Indexer):
     """Parameters and weight names of vLLM's `Indexer`, computed in PyTorch."""
 
     topk_indices_buffer: torch.Tensor
+    recorder: Recorder | None = None
+    layer: int = -1
 
     @staticmethod
     def adopt(indexer: Any) -> None:
@@ -59,6 +62,8 @@ class PlainIndexer(Indexer):
         ours = metadata[self.k_cache.prefix]
         assert isinstance(ours, IndexShareMetadata)
         self._select(q, k, weights, ours)
+        if self.recorder is not None:
+            self.recorder.add(self.layer, self.topk_indices_buffer, ours.query_start_loc, ours.seq_lens)
         return self.topk_indices_buffer
 
     def _select(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata) -> None:

@@ -7,6 +7,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from indexshare.replay import Recorded
+from rollout.vllm_plugin.recorder import Recorder
 from rollout.weights import checksum
 
 
@@ -53,6 +55,11 @@ class WorkerExtension:
 
         if current_platform.is_cpu():
             hold_seeds_during_prefill(self.model_runner)  # type: ignore[attr-defined]
+        self._recorder = Recorder(self.model_runner)  # type: ignore[attr-defined]
+
+    def recorded(self) -> dict[int, Recorded]:
+        """What the requests that asked for it selected since the last call, by the number that they gave."""
+        return self._recorder.take()
 
     @torch.no_grad()
     def receive_weights(self, named: list[tuple[str, torch.Tensor]]) -> str:
