@@ -1,7 +1,11 @@
-"""Paged sparse MLA in plain PyTorch: every query token gathers the latents that its indexer selected."""
+"""Paged sparse MLA in plain PyTorch: every query token gathers the latents that its indexer selected.
+
+A prompt no longer than index_topk selects every earlier key, whatever its scores: it is neither scored nor gathered.
+"""
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -20,6 +24,9 @@ from vllm.v1.attention.backend import (
 GATHER_BYTES = 1 << 21
 """Bound on the gathered [tokens, k, latent] of one chunk of queries: small enough to stay in a core's cache."""
 
+DENSE_ELEMENTS = 1 << 20
+"""Bound on the scores [queries, heads, keys] of one chunk where every key is selected."""
+
 
 @dataclass
 class IndexShareMetadata(AttentionMetadata):
@@ -32,6 +39,16 @@ class IndexShareMetadata(AttentionMetadata):
     block_table: torch.Tensor
     slot_mapping: torch.Tensor
     req_id_per_token: torch.Tensor
+    dense: list[int]
+    """Requests whose queries select every earlier key and attend without a selection."""
+    many: list[int]
+    """Of the others, those with several queries; an indexer scores them one request at a time."""
+    single: list[int]
+    """Of the others, those with one query."""
+    gathered: list[slice]
+    """The rows of the others."""
+    slots: torch.Tensor | None = None
+    """Where in the cache a Full layer's selection lies, [tokens, k], -1 = none; Shared layers find it here."""
     # vLLM's MLA layer reads these: every token takes the absorbed (decode) path.
     num_decodes: int = 0
     num_prefills: int = 0
@@ -48,6 +65,10 @@ class IndexShareMetadataBuilder(AttentionMetadataBuilder[IndexShareMetadata]):
     def __init__(self, kv_cache_spec: Any, layer_names: list[str], vllm_config: Any, device: Any, **_: Any) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
         self._init_reorder_batch_threshold(None)
+        model = vllm_config.model_config.hf_config
+        self.k = model.index_topk
+        # From here on a gather takes one query at a time and nothing is won by taking requests together.
+        self.long = GATHER_BYTES // (4 * (model.kv_lora_rank + model.qk_rope_head_dim))
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -55,16 +76,24 @@ class IndexShareMetadataBuilder(AttentionMetadataBuilder[IndexShareMetadata]):
         """Lengths as host integers, for the loop over requests."""
         m = common_attn_metadata
         n, tokens = m.num_reqs, m.num_actual_tokens
-        starts = m.query_start_loc_cpu[: n + 1]
-        requests = torch.repeat_interleave(torch.arange(n), (starts[1:] - starts[:-1]).long())
+        starts: list[int] = m.query_start_loc_cpu[: n + 1].tolist()
+        lengths: list[int] = m.seq_lens[:n].tolist()
+        queries = [b - a for a, b in itertools.pairwise(starts)]
+        requests = torch.repeat_interleave(torch.arange(n), torch.tensor(queries))
+        dense = [r for r in range(n) if lengths[r] <= self.k and (queries[r] > 1 or lengths[r] > self.long)]
+        others = sorted(set(range(n)) - set(dense))
         return IndexShareMetadata(
             num_actual_tokens=tokens,
             num_reqs=n,
-            query_start_loc=starts.tolist(),
-            seq_lens=m.seq_lens[:n].tolist(),
+            query_start_loc=starts,
+            seq_lens=lengths,
             block_table=m.block_table_tensor,
             slot_mapping=m.slot_mapping[:tokens],
             req_id_per_token=requests[:tokens].to(m.block_table_tensor.device),
+            dense=dense,
+            many=[r for r in others if queries[r] > 1],
+            single=[r for r in others if queries[r] == 1],
+            gathered=merged([(starts[r], starts[r + 1]) for r in others]),
             num_decodes=n,
             num_decode_tokens=tokens,
         )
@@ -128,6 +157,23 @@ def write_rows(cache: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> 
     cache[slots // block, slots % block] = rows.to(cache.dtype)
 
 
+def merged(spans: list[tuple[int, int]]) -> list[slice]:
+    """Ascending spans as slices, neighbours in one."""
+    out: list[slice] = []
+    for begin, end in spans:
+        if out and out[-1].stop == begin:
+            begin = out.pop().start
+        out.append(slice(begin, end))
+    return out
+
+
+def request_rows(cache: torch.Tensor, blocks: torch.Tensor, length: int) -> torch.Tensor:
+    """The first `length` rows of a request, [length, width]; blocks [..., n] of several: [..., length, width]."""
+    blocks = blocks[..., : -(-length // cache.shape[1])]
+    rows = cache.index_select(0, blocks.flatten()).view(*blocks.shape[:-1], -1, cache.shape[2])
+    return rows[..., :length, :]
+
+
 class IndexShareImpl(MLAAttentionImpl[IndexShareMetadata], SharedTopkIndicesBuffer):
     """Absorbed MLA over the positions in the top-k buffer, which the last Full layer wrote."""
 
@@ -160,6 +206,7 @@ class IndexShareImpl(MLAAttentionImpl[IndexShareMetadata], SharedTopkIndicesBuff
         self.supports_quant_query_input = False
         self.dcp_world_size = 1
         self.init_topk_indices_buffer(indexer, topk_indices_buffer)
+        self.selects = indexer is not None
 
     def record_logical_topk_ready(self) -> None:
         """Called by vLLM's wrapper between indexer and attention; nothing here runs ahead of it."""
@@ -183,20 +230,47 @@ class IndexShareImpl(MLAAttentionImpl[IndexShareMetadata], SharedTopkIndicesBuff
         """q [tokens, heads, rank + rope] -> [tokens, heads, rank]; softmax in float32."""
         if isinstance(q, tuple):
             q = torch.cat(q, -1)
-        assert self.topk_indices_buffer is not None
-        cache, rank = kv_c_and_k_pe_cache, self.kv_lora_rank
-        block, tokens = cache.shape[1], q.shape[0]
-        selected = self.topk_indices_buffer[:tokens].long()  # positions within the request, -1 = none
-        selected = selected[:, : max(1, min(selected.shape[1], max(attn_metadata.seq_lens)))]
-        out = q.new_empty(tokens, self.num_heads, rank)
-        step = max(1, GATHER_BYTES // (selected.shape[1] * cache.shape[-1] * 4))
-        for begin in range(0, tokens, step):
-            rows = slice(begin, begin + step)
-            position = selected[rows]
-            legal, position = position >= 0, position.clamp(min=0)
-            blocks = attn_metadata.block_table[attn_metadata.req_id_per_token[rows, None], position // block].long()
-            kv = cache[blocks, position % block].float()
-            scores = torch.bmm(q[rows].float(), kv.transpose(1, 2)).mul_(self.scale)
-            p = scores.masked_fill_(~legal[:, None], float("-inf")).softmax(-1)
-            out[rows] = torch.bmm(p, kv[..., :rank]).to(q.dtype)
+        m, out = attn_metadata, q.new_empty(q.shape[0], self.num_heads, self.kv_lora_rank)
+        for r in m.dense:
+            rows = slice(m.query_start_loc[r], m.query_start_loc[r + 1])
+            kv = request_rows(kv_c_and_k_pe_cache, m.block_table[r], m.seq_lens[r]).float()
+            self._attend_all(q[rows], kv, out[rows])
+        if m.many or m.single:
+            if self.selects or m.slots is None:
+                m.slots = self._slots(m, kv_c_and_k_pe_cache.shape[1])
+            cache = kv_c_and_k_pe_cache.view(-1, kv_c_and_k_pe_cache.shape[-1])
+            for rows in m.gathered:
+                self._attend_selected(q[rows], cache, m.slots[rows], out[rows])
         return out, None
+
+    def _slots(self, m: IndexShareMetadata, block: int) -> torch.Tensor:
+        """The buffer's positions as rows of the cache, once for a Full layer and those that share its selection."""
+        assert self.topk_indices_buffer is not None
+        width = min(self.topk_indices_buffer.shape[1], max(m.seq_lens[r] for r in (*m.many, *m.single)))
+        position = self.topk_indices_buffer[: m.num_actual_tokens, :width]
+        blocks = m.block_table[m.req_id_per_token[:, None], position.clamp(min=0) // block]
+        return torch.where(position < 0, -1, blocks * block + position % block)
+
+    def _attend_all(self, q: torch.Tensor, kv: torch.Tensor, out: torch.Tensor) -> None:
+        """The last queries q [n, heads, rank + rope] of a request attend to all of kv up to their own place."""
+        n, length, rank = q.shape[0], kv.shape[0], self.kv_lora_rank
+        step = max(1, DENSE_ELEMENTS // (length * self.num_heads))
+        for a in range(0, n, step):
+            b = min(a + step, n)
+            keys = kv[: length - (n - b)]
+            scores = (q[a:b].float().flatten(0, 1) @ keys.t()).mul_(self.scale).view(b - a, self.num_heads, -1)
+            later = torch.ones(b - a, b - a, dtype=torch.bool, device=q.device).triu(1)
+            scores[..., keys.shape[0] - (b - a) :].masked_fill_(later[:, None], float("-inf"))
+            p = scores.softmax(-1).flatten(0, 1)
+            out[a:b] = (p @ keys[:, :rank]).view(b - a, self.num_heads, rank).to(out.dtype)
+
+    def _attend_selected(self, q: torch.Tensor, kv: torch.Tensor, slots: torch.Tensor, out: torch.Tensor) -> None:
+        """Queries attend to their rows `slots` [tokens, k] of the cache kv [rows, rank + rope]; -1 is none."""
+        tokens, k = slots.shape
+        step = max(1, GATHER_BYTES // (k * kv.shape[1] * 4))
+        for rows in (slice(a, min(a + step, tokens)) for a in range(0, tokens, step)):
+            some = slots[rows]
+            gathered = kv.index_select(0, some.clamp(min=0).flatten()).view(*some.shape, -1).float()
+            scores = torch.bmm(q[rows].float(), gathered.transpose(1, 2)).mul_(self.scale)
+            p = scores.masked_fill_((some < 0)[:, None], float("-inf")).softmax(-1)
+            out[rows] = torch.bmm(p, gathered[..., : self.kv_lora_rank]).to(out.dtype)

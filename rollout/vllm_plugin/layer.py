@@ -13,13 +13,22 @@ from vllm.model_executor.layers.mla import MultiHeadLatentAttentionWrapper
 from vllm.model_executor.models.deepseek_v2 import DeepseekV32IndexerCache, Indexer
 from vllm.platforms import current_platform
 
-from indexshare.selection import stable_topk_by_position
-from rollout.vllm_plugin.backend import IndexerBackend, IndexShareBackend, IndexShareMetadata, write_rows
+from indexshare.selection import index_scores, stable_topk_by_position
+from rollout.vllm_plugin.backend import (
+    IndexerBackend,
+    IndexShareBackend,
+    IndexShareMetadata,
+    request_rows,
+    write_rows,
+)
 from rollout.vllm_plugin.native import fits_native_kernels
 from rollout.vllm_plugin.recorder import Recorder
 
-SCORE_ELEMENTS = 1 << 24
-"""Bound on [queries, heads, keys] of one score matrix."""
+QUERY_CHUNK = 128
+"""Queries of one request scored at once: fewer and more are slower (measured at 8K and 32K keys)."""
+
+DECODE_ELEMENTS = 1 << 20
+"""Bound on the keys and scores of decoding requests handled at once: they stay in the processor's cache."""
 
 
 class IndexerCache(DeepseekV32IndexerCache):
@@ -43,6 +52,7 @@ class PlainIndexer(Indexer):
         indexer.k_cache.__class__ = IndexerCache
         indexer.k_cache.head_dim = indexer.head_dim  # vLLM packs fp8 values and scales instead
         indexer.k_cache.dtype = torch.get_default_dtype()
+        indexer.topk_indices_buffer.fill_(-1)  # rows that no query wrote are read too, and thrown away
 
     def forward(
         self, hidden_states: torch.Tensor, qr: torch.Tensor, positions: torch.Tensor, rotary_emb: nn.Module
@@ -61,52 +71,51 @@ class PlainIndexer(Indexer):
             return self.topk_indices_buffer  # vLLM's profiling run
         ours = metadata[self.k_cache.prefix]
         assert isinstance(ours, IndexShareMetadata)
-        self._select(q, k, weights, ours)
+        write_rows(self.k_cache.kv_cache, ours.slot_mapping, k[: ours.num_actual_tokens])
+        self.choose(q, weights, ours)
         if self.recorder is not None:
-            self.recorder.add(self.layer, self.topk_indices_buffer, ours.query_start_loc, ours.seq_lens)
+            self.recorder.add(self.layer, self.topk_indices_buffer, ours)
         return self.topk_indices_buffer
 
-    def _select(self, q: torch.Tensor, k: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata) -> None:
-        write_rows(self.k_cache.kv_cache, m.slot_mapping, k[: m.num_actual_tokens])
-        self.topk_indices_buffer[: m.num_actual_tokens] = -1
-        starts, lengths = m.query_start_loc, m.seq_lens
-        queries = [starts[r + 1] - starts[r] for r in range(m.num_reqs)]
-        # Decoding requests have one query each: score many at once, their keys padded to the longest's.
-        single = [r for r, n in enumerate(queries) if n == 1]
-        longest = max((lengths[r] for r in single), default=1)
-        step = max(1, SCORE_ELEMENTS // (longest * (self.n_head + self.head_dim)))
-        for i in range(0, len(single), step):
-            requests = single[i : i + step]
-            rows = torch.tensor([[starts[r]] for r in requests], device=q.device)
-            positions = torch.tensor([[lengths[r] - 1] for r in requests], device=q.device)
-            self._choose(q, weights, m, requests, rows, positions)
-        for r in (r for r, n in enumerate(queries) if n > 1):
-            first = lengths[r] - queries[r]  # position of the request's first query of this step
-            step = max(1, SCORE_ELEMENTS // (lengths[r] * self.n_head))
-            for a in range(0, queries[r], step):
-                chunk = torch.arange(a, min(a + step, queries[r]), device=q.device)[None]
-                self._choose(q, weights, m, [r], starts[r] + chunk, first + chunk)
+    def choose(self, q: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata) -> None:
+        """q [tokens, heads, dim] against all keys in the cache, weights [tokens, heads] -> rows of the buffer."""
+        weights = weights * self.softmax_scale  # above 0, so it may stand outside the ReLU
+        for r in m.many:
+            self._choose_many(q, weights, m, r)
+        # Decoding requests have one query each: score several at once, their keys padded to the longest's.
+        longest = max((m.seq_lens[r] for r in m.single), default=1)
+        step = max(1, DECODE_ELEMENTS // (longest * (self.n_head + self.head_dim)))
+        for i in range(0, len(m.single), step):
+            self._choose_single(q, weights, m, m.single[i : i + step])
 
-    def _choose(
-        self,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        m: IndexShareMetadata,
-        requests: list[int],
-        rows: torch.Tensor,
-        positions: torch.Tensor,
+    def _choose_many(self, q: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata, r: int) -> None:
+        """Top-k of one request's queries, whose own keys are its last ones."""
+        begin, end, length = m.query_start_loc[r], m.query_start_loc[r + 1], m.seq_lens[r]
+        keys = request_rows(self.k_cache.kv_cache, m.block_table[r], length).float()
+        for a in range(begin, end, QUERY_CHUNK):
+            b = min(a + QUERY_CHUNK, end)
+            scores = index_scores(q[a:b].float(), keys[: length - (end - b)], weights[a:b])
+            self._store(slice(a, b), stable_topk_by_position(scores, self.topk_tokens))
+
+    def _choose_single(
+        self, q: torch.Tensor, weights: torch.Tensor, m: IndexShareMetadata, requests: list[int]
     ) -> None:
-        """Top-k of queries at `rows` of the step, at `positions` in their requests; both [requests, queries]."""
-        cache, n = self.k_cache.kv_cache, max(m.seq_lens[r] for r in requests)
-        blocks = m.block_table[requests, : -(-n // cache.shape[1])].long()
-        keys = cache[blocks].flatten(1, 2)[:, :n].float().transpose(1, 2)
-        scores = (q[rows].float().flatten(1, 2) @ keys).mul_(self.softmax_scale).relu_()
-        total = torch.einsum("rth,rthn->rtn", weights[rows], scores.unflatten(1, (-1, self.n_head)))
-        later = torch.arange(n, device=total.device) > positions[..., None]
-        best = stable_topk_by_position(total.masked_fill_(later, float("-inf")), self.topk_tokens)
-        self.topk_indices_buffer[rows.flatten(), : best.shape[-1]] = best.flatten(0, 1).to(
-            self.topk_indices_buffer.dtype
-        )
+        """Top-k of requests with one query each."""
+        lengths = [m.seq_lens[r] for r in requests]
+        n, rows = max(lengths), torch.tensor([m.query_start_loc[r] for r in requests], device=q.device)
+        places = torch.arange(n, device=q.device)
+        later = places >= torch.tensor(lengths, device=q.device)[:, None]
+        if n <= self.topk_tokens:
+            self._store(rows, torch.where(later, -1, places))
+            return
+        keys = request_rows(self.k_cache.kv_cache, m.block_table[requests], n).float()
+        scores = torch.bmm(q[rows].float(), keys.transpose(1, 2)).relu_()
+        total = torch.bmm(weights[rows, None], scores)[:, 0]
+        self._store(rows, stable_topk_by_position(total.masked_fill_(later, float("-inf")), self.topk_tokens))
+
+    def _store(self, rows: slice | torch.Tensor, best: torch.Tensor) -> None:
+        self.topk_indices_buffer[rows, : best.shape[1]] = best.to(self.topk_indices_buffer.dtype)
+        self.topk_indices_buffer[rows, best.shape[1] :] = -1
 
 
 class NativeRotary(nn.Module):

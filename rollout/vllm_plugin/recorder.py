@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import re
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
 
 from indexshare.replay import Recorded
 from indexshare.selection import NONE
+
+if TYPE_CHECKING:
+    from rollout.vllm_plugin.backend import IndexShareMetadata
 
 RECORD = "longppo_record"
 """In a request's `extra_args`: record it, under this number."""
@@ -32,16 +35,20 @@ class Recorder:
                 assert layer is not None
                 module.recorder, module.layer = self, int(layer[1])
 
-    def add(self, layer: int, selected: torch.Tensor, query_start_loc: list[int], seq_lens: list[int]) -> None:
+    def add(self, layer: int, selected: torch.Tensor, m: IndexShareMetadata) -> None:
         """A scheduler step's rows of the top-k buffer, request by request in the order of the runner's batch."""
-        for r, request in enumerate(self._runner.input_batch.req_ids[: len(seq_lens)]):
+        for r, request in enumerate(self._runner.input_batch.req_ids[: m.num_reqs]):
             number = (self._runner.requests[request].sampling_params.extra_args or {}).get(RECORD)
             if number is None:
                 continue
-            begin, end = query_start_loc[r], query_start_loc[r + 1]
-            rows = selected[begin:end, : seq_lens[r]].cpu().numpy().copy()
-            layers = self._found.setdefault(number, {})
-            layers.setdefault(layer, []).append((seq_lens[r] - (end - begin), rows))
+            begin, end, length = m.query_start_loc[r], m.query_start_loc[r + 1], m.seq_lens[r]
+            first = length - (end - begin)
+            if r in m.dense:  # which the indexer was not asked
+                keys = np.arange(length)
+                rows = np.where(keys <= np.arange(first, length)[:, None], keys, NONE)
+            else:
+                rows = selected[begin:end, :length].cpu().numpy().copy()
+            self._found.setdefault(number, {}).setdefault(layer, []).append((first, rows))
 
     def take(self) -> dict[int, Recorded]:
         """What there is, by number; forgotten here."""
