@@ -203,7 +203,8 @@ def draw(found: list[Measured], picture: Path) -> None:
             if variant != "dense":
                 panel.plot(contexts, indexer, ":", color=line.get_color(), label=f"{variant}, indexers alone")
         panel.set(xscale="log", yscale="log", xlabel="tokens of context", title=phase)
-        panel.set_xticks(contexts, [f"{c // 1024}K" for c in contexts], minor=False)
+        panel.set_xticks(contexts, [f"{c // 1024}K" for c in contexts])
+        panel.set_xticks([], minor=True)
         panel.grid(alpha=0.3)
     panels[0].set_ylabel("CPU microseconds a token")
     panels[0].legend(frameon=False, fontsize=8)
