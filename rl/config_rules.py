@@ -186,7 +186,9 @@ def _learners(c: Config) -> list[tuple[str, DeepSpeedConfig]]:
 
 def _optimizers(c: Config) -> None:
     for role, ds in _learners(c):
-        if ds.dtype != "fp32" and ds.zero_stage == 0:
+        # On a frozen encoder DeepSpeed sees float32 throughout: only the experts' products are lower.
+        lowered = ds.dtype != "fp32" and not (role == "critic" and c.critic.freeze == "encoder")
+        if lowered and ds.zero_stage == 0:
             raise wrong(f"{role}.deepspeed.zero_stage", 0, f"at least 1 with {ds.dtype}: stage 0 has another optimizer")
     for role in ("policy", "critic"):
         betas = get(c, f"{role}.optimizer.betas")

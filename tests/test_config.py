@@ -123,6 +123,11 @@ def test_a_bad_value_names_key_value_and_what_is_allowed(
     ("overrides", "key", "allowed"),
     [
         (["policy.deepspeed.dtype=bf16", "policy.deepspeed.zero_stage=0"], "policy.deepspeed.zero_stage", "at least 1"),
+        (
+            ["critic.freeze=none", "critic.deepspeed.dtype=bf16", "critic.deepspeed.zero_stage=0"],
+            "critic.deepspeed.zero_stage",
+            "at least 1",
+        ),
         (["algorithm.name=grpo", "step.samples_per_prompt=1"], "step.samples_per_prompt", "at least 2 for grpo"),
         (["algorithm.dynamic_sampling_rounds=2"], "algorithm.dynamic_sampling_rounds", "0 for ppo"),
         (["algorithm.overlong_buffer=17"], "algorithm.overlong_buffer", "at most rollout.max_response_tokens = 16"),

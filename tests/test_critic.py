@@ -575,6 +575,13 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, overrides: lis
     load(tmp_path / "x.yaml", [*overrides, "algorithm.name=grpo"] if "freeze=all" not in overrides[0] else [])
 
 
+def test_experts_on_a_frozen_encoder_may_be_low_at_stage_0(tmp_path: Path) -> None:
+    """DeepSpeed does not see their precision, and experts spread over ranks need that stage."""
+    (tmp_path / "x.yaml").write_text("run: {name: x}")
+    critic = ["dtype=bf16", "zero_stage=0", "ranks=2"]
+    load(tmp_path / "x.yaml", [f"critic.deepspeed.{c}" for c in critic] + ["critic.expert_parallel_size=2"])
+
+
 def test_a_backbone_of_another_vocabulary_or_tokenizer_is_refused(
     tmp_path: Path, llama: str, tiny_policy_dir: Path
 ) -> None:
