@@ -147,9 +147,7 @@ class Successor(torch.nn.Module):
 
 def test_worked_value_4_logprobs_are_of_the_response_and_not_shifted():
     t = replace(trajectory(0, 2, 2, 8), prompt_ids=np.array([3, 4], np.int32), response_ids=np.array([5, 6], np.int32))
-    model = PolicyModel.__new__(PolicyModel)
-    torch.nn.Module.__init__(model)
-    model.lm, model.temperature = Successor(), 1.0
+    model = PolicyModel(Successor(), 1.0)
     assert [round(float(x), 4) for x in model(pack([t]))[0].detach()] == [-0.1054, -0.1054]
 
 
