@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import json
 import re
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
+import ray
 import torch
 from conftest import character_tokenizer
 from safetensors.torch import load_file, save_file
+from test_rollout import gaps, prompts, reference, start
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from indexshare.convert import Indexers, convert
@@ -124,15 +127,14 @@ def test_layers_that_predict_further_tokens_are_left_out_and_the_precision_stays
 
 
 def test_vllm_generates_with_what_was_converted(ray_session: None, rollout_config: Any, tmp_path: Path) -> None:
-    from copy import deepcopy
-
-    from test_rollout import gaps, prompts, reference, start
-
     made(*SOURCES["v32"], tmp_path / "source")
     convert(tmp_path / "source", tmp_path / "out", Schedule.from_pattern("FSSF"))
     config = deepcopy(rollout_config)
     config.policy.path = str(tmp_path / "out")
-    gap, excused = gaps(reference(config.policy.path), start(config).generate(prompts([20, 100]), 2, step=0))
+    pool = start(config)
+    gap, excused = gaps(reference(config.policy.path), pool.generate(prompts([20, 100]), 2, step=0))
+    for actor in pool.engines:
+        ray.kill(actor)
     assert excused < 0.05
     assert gap.max() < 1e-4
 
