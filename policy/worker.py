@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from contextlib import nullcontext
 from typing import Any
 
@@ -119,7 +120,10 @@ class PolicyWorker(LearnerWorker):
         return [a for part in parts for a in part]
 
     def overlap(self, trajectories: list[Trajectory]) -> dict[int, float]:
-        """By Full layer, the share of the engine's selected positions that this policy selects too (a collective)."""
+        """By Full layer, the share of the engine's selected positions that this policy selects too (a collective).
+
+        Without layers of which no query had to leave keys out.
+        """
         found: dict[int, list[float]] = {}
 
         def measure(module: nn.Module, batch: Batch) -> None:
@@ -128,7 +132,9 @@ class PolicyWorker(LearnerWorker):
                 module(batch)
             for layer, recorded in batch.selected.items():
                 mine = positions(own[layer], recorded.shape[1])
-                found.setdefault(layer, []).append(overlap(mine, recorded))
+                share = overlap(mine, recorded)
+                if not math.isnan(share):
+                    found.setdefault(layer, []).append(share)
 
         for t in trajectories:
             self.learner.forward([t], measure)

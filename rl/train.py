@@ -118,7 +118,7 @@ def overlap(team: Team, batch: list[Trajectory], config: Config) -> tuple[list[T
     known = [t for t in batch if t.selected is not None]
     if config.indexshare.replay or not known:
         return batch, {}
-    shares = {layer: x for layer, x in team.policy.call("overlap", known)[0].items() if not math.isnan(x)}
+    shares = team.policy.call("overlap", known)[0]
     metrics = {f"indexshare/overlap/layer_{layer}": x for layer, x in shares.items()}
     if shares:
         metrics["indexshare/overlap"] = float(np.mean(list(shares.values())))
