@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from critic.model import ValueModel
 from rl.config import ConfigError, CriticConfig
-from rl.config_rules import CRITIC_SETTINGS, CRITIC_WEIGHTS
+from rl.model_rules import CRITIC_SETTINGS, CRITIC_WEIGHTS
 
 
 def write(directory: str, config: CriticConfig, model: ValueModel, state: Mapping[str, torch.Tensor]) -> None:

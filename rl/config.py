@@ -315,3 +315,16 @@ class Config:
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+
+
+def get(config: Config, key: str) -> Any:
+    """The value of a dotted key."""
+    value: Any = config
+    for part in key.split("."):
+        value = getattr(value, part)
+    return value
+
+
+def wrong(key: str, given: Any, allowed: str) -> ConfigError:
+    """The one line of every refusal."""
+    return ConfigError(f"{key}: {given!r} given, must be {allowed}")

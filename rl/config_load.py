@@ -32,24 +32,24 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Config:
     absolute, since actors may run elsewhere; `extends` is relative to the file that says it.
     Raises ConfigError: one line that names the key, what was given and what is allowed.
     """
-    return resolve(_file(Path(path), ()), overrides)
+    return resolve(read(Path(path)), overrides)
 
 
 def resolve(tree: Mapping[str, Any], overrides: Sequence[str]) -> Config:
     """The same from the nested mappings that a file holds."""
-    config = build(_merge(tree, _overrides(overrides)))
+    config = build(merged(tree, parsed(overrides)))
     for section in (config.policy, config.critic, config.prompts):
         if section.path is not None:
-            section.path = _located(section.path)
+            section.path = located(section.path)
     if config.critic.pretrained is not None:
-        config.critic.pretrained = _located(config.critic.pretrained)
+        config.critic.pretrained = located(config.critic.pretrained)
     check(config)
     return config
 
 
 def build(tree: Mapping[str, Any]) -> Config:
     """A `Config` from nested mappings, every key known and every value of its type; not yet checked for sense."""
-    return typing.cast(Config, _dataclass(Config, tree, ""))
+    return typing.cast(Config, typed(Config, tree))
 
 
 def to_yaml(config: Config) -> str:
@@ -57,12 +57,13 @@ def to_yaml(config: Config) -> str:
     return OmegaConf.to_yaml(OmegaConf.structured(config))
 
 
-def _located(path: str) -> str:
+def located(path: str) -> str:
     """The absolute path of what is there; as given, for the message, where nothing is."""
     return next((str(p.absolute()) for p in (Path(path), ROOT / path) if os.path.exists(p)), path)
 
 
-def _file(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
+def read(path: Path, children: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML file on top of those that it extends; `children` are the files that extend this one."""
     resolved = path.resolve()
     if resolved in children:
         chain = " -> ".join(p.name for p in (*children, resolved))
@@ -82,10 +83,11 @@ def _file(path: Path, children: tuple[Path, ...]) -> dict[str, Any]:
         return tree
     if not isinstance(parent, str):
         raise ConfigError(f"extends: {parent!r} given in {path}, must be a file name")
-    return _merge(_file(path.parent / parent, (*children, resolved)), tree)
+    return merged(read(path.parent / parent, (*children, resolved)), tree)
 
 
-def _overrides(overrides: Sequence[str]) -> dict[str, Any]:
+def parsed(overrides: Sequence[str]) -> dict[str, Any]:
+    """`key=value` words as a tree."""
     for text in overrides:
         if "=" not in text or text.startswith(("=", "-")):
             raise ConfigError(f"override: {text!r} given, must be key=value, such as policy.optimizer.lr=1e-6")
@@ -97,15 +99,17 @@ def _overrides(overrides: Sequence[str]) -> dict[str, Any]:
         raise ConfigError(f"override: {' '.join(overrides)}: {_one_line(error)}") from error
 
 
-def _merge(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+def merged(parent: Mapping[str, Any], child: Mapping[str, Any]) -> dict[str, Any]:
+    """The parent's tree with what the child says."""
     out = dict(parent)
     for key, value in child.items():
         both = isinstance(value, Mapping) and isinstance(out.get(key), Mapping)
-        out[key] = _merge(out[key], value) if both else value
+        out[key] = merged(out[key], value) if both else value
     return out
 
 
-def _dataclass(kind: type, tree: Any, prefix: str) -> Any:
+def typed(kind: type, tree: Any, prefix: str = "") -> Any:
+    """A tree as a dataclass, every key and value checked; `prefix` is where it stands in the configuration."""
     if not isinstance(tree, Mapping):
         raise ConfigError(f"{prefix or 'config'}: {tree!r} given, must be a section with {_names(kind)}")
     hints = typing.get_type_hints(kind)
@@ -147,7 +151,7 @@ def _names(kind: type) -> str:
 def _value(hint: Any, value: Any, key: str) -> Any:
     """`value` as the type `hint`; a number written as a string and a null written as a word are read as meant."""
     if is_dataclass(hint):
-        return _dataclass(typing.cast(type, hint), value, key)
+        return typed(typing.cast(type, hint), value, key)
     if typing.get_origin(hint) in (types.UnionType, typing.Union):
         if value is None or (isinstance(value, str) and value.strip().lower() in NULL_WORDS):
             return None

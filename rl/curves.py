@@ -14,9 +14,8 @@ import numpy as np
 import yaml
 from jaxtyping import Float
 
-from rl.config import Config, ConfigError
+from rl.config import Config, ConfigError, get
 from rl.config_load import dotted_keys
-from rl.config_rules import get
 from rl.fairness import as_text
 
 RUN = re.compile(r"(?P<arm>.+)-seed(?P<seed>\d+)")

@@ -21,8 +21,7 @@ from indexshare import distill as indexshare
 from indexshare.pattern import EVERYTHING, adopt, adopt_anew, indexers, selecting
 from indexshare.schedule import Schedule
 from rl.backbone import load_causal_lm
-from rl.config import ConfigError, OptimizerConfig
-from rl.config_rules import wrong
+from rl.config import ConfigError, OptimizerConfig, wrong
 from rl.documents import Document, DocumentSource, Pack, packs
 from rl.indexshare_config import DistillConfig, ModelConfig, RunConfig, to_yaml
 from rl.logprobs import logprobs_and_entropy

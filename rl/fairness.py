@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from rl.config import Config
+from rl.config import Config, get
 from rl.config_load import dotted_keys
-from rl.config_rules import get
 
 Texts = Mapping[str, str]
 """A configuration as text by dotted key: the same whether it came from YAML or from TensorBoard's hyperparameters."""

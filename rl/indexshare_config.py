@@ -10,9 +10,8 @@ from typing import Any, TypeVar, cast
 
 from omegaconf import OmegaConf
 
-from rl.config import OptimizerConfig
-from rl.config_load import _dataclass, _file, _located, _merge, _overrides
-from rl.config_rules import wrong
+from rl.config import OptimizerConfig, wrong
+from rl.config_load import located, merged, parsed, read, typed
 
 
 @dataclass
@@ -163,11 +162,11 @@ def load(schema: type[Schema], path: str | Path, overrides: Sequence[str] = ()) 
 
     Raises ConfigError: one line that names the key, what was given and what is allowed.
     """
-    tree = _merge(_file(Path(path), ()), _overrides(overrides))
-    config = cast(Schema, _dataclass(schema, tree, ""))
-    config.model.path = _located(config.model.path)
+    tree = merged(read(Path(path)), parsed(overrides))
+    config = cast(Schema, typed(schema, tree))
+    config.model.path = located(config.model.path)
     if config.data.path is not None:
-        config.data.path = _located(config.data.path)
+        config.data.path = located(config.data.path)
     check(config)
     return config
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from rl.config import Config
-from rl.config_rules import get
+from rl.config import Config, get
 
 CRITIC_LR_RATIO = 5.0
 """SAO: the critic's learning rate over the policy's."""

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from rl.config import Config, ConfigError
+from rl.config import Config, ConfigError, get
 from rl.config_load import build, dotted_keys, load, to_yaml
-from rl.config_rules import BOUNDS, CHOICES, check, get
+from rl.config_rules import BOUNDS, CHOICES, check
 from rl.plan import trained
 
 ROOT = Path(__file__).parents[1]
@@ -356,7 +356,7 @@ def tree_of(values: dict[str, Any]) -> dict[str, Any]:
 def test_what_is_written_is_what_is_read(monkeypatch: Any, tmp_path: Path, values: dict[str, Any]) -> None:
     # The rules are about sense; here every value of the right type must survive the file.
     monkeypatch.setattr("rl.config_load.check", lambda config: None)
-    monkeypatch.setattr("rl.config_load._located", lambda path: path)
+    monkeypatch.setattr("rl.config_load.located", lambda path: path)
     config = build(tree_of(values))
     for key, value in values.items():
         if not isinstance(value, str) or value in CHOICES.get(key, ()):

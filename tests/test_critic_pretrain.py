@@ -12,8 +12,9 @@ import pytest
 
 import rl.critic_pretrain
 from rl.config import Config, ConfigError, CriticConfig, ExpertsConfig, KLConfig, PretrainConfig
-from rl.config_rules import CRITIC_SETTINGS, CRITIC_WEIGHTS, check
+from rl.config_rules import check
 from rl.critic_pretrain import pretrain, record
+from rl.model_rules import CRITIC_SETTINGS, CRITIC_WEIGHTS
 from tests.test_critic import llama  # noqa: F401
 from tests.test_critic_worker import TRAINED_ON, Worker, configured
 from tests.test_learner import on_ranks
