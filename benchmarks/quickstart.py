@@ -1,7 +1,7 @@
 """The default experiment, three seeds: held-out success against the time since the process started, as a picture.
 
-    python -m benchmarks.quickstart            # runs what is missing, then draws docs/quickstart.png
-    python -m benchmarks.quickstart --draw     # draws from the runs that are there
+    python -m benchmarks.quickstart            # runs all seeds anew, then writes docs/quickstart.{json,png}
+    python -m benchmarks.quickstart --draw     # draws from docs/quickstart.json
 
 The seeds run one after the other, each as a user would start it.
 """

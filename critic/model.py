@@ -74,8 +74,6 @@ class ValueModel(nn.Module):
         self.experts = experts
         self.recompute = recompute
         """Gradient checkpointing of experts and head, segment by segment."""
-        self.whole_rows = False
-        """Whether rows go through undivided: ranks that ask each other's experts must ask equally often."""
         self.head = ValueHead(hidden)
 
     def spread(self, size: int) -> None:
@@ -84,7 +82,6 @@ class ValueModel(nn.Module):
         for module in self.modules():
             if isinstance(module, Experts):
                 module.spread(group)
-        self.whole_rows = True
 
     @property
     def routed(self) -> bool:
@@ -139,7 +136,9 @@ class ValueModel(nn.Module):
         recompute = self.recompute and torch.is_grad_enabled()
         if torch.is_grad_enabled() and not recompute:
             return self._segment(rows, past)
-        size = len(rows) if self.whole_rows else SEGMENT
+        # Ranks that ask each other's experts must ask equally often, whatever their rows.
+        apart = any(expert_parallel.is_spread(p) for p in self.experts.parameters())
+        size = len(rows) if apart else SEGMENT
         parts = [
             checkpoint(self._segment, *part, use_reentrant=False) if recompute else self._segment(*part)
             for part in zip(rows.split(size), past.split(size), strict=True)

@@ -90,13 +90,12 @@ def packed(
     return {layer: torch.from_numpy(np.concatenate(rows)).to(device) for layer, rows in parts.items()}
 
 
-def check_complete(selected: Mapping[int, Int[Tensor, "tokens k"]] | None) -> None:
-    """Raise ValueError where some query's selection is unknown: there is nothing to replay."""
-    if selected is None:
-        raise ValueError("indexshare.replay: true given, but the engine's kernels do not say what they select")
+def complete(selected: dict[int, Int[Tensor, "tokens k"]]) -> dict[int, Int[Tensor, "tokens k"]]:
+    """The same. Raises ValueError where some query's selection is unknown: there is nothing to replay."""
     for layer, positions in selected.items():
         if (unknown := (positions == NONE).all(-1)).any():
             raise ValueError(f"layer {layer}: the engine did not say what {int(unknown.sum())} queries selected")
+    return selected
 
 
 def overlap(own: Int[Tensor, "tokens k"], recorded: Int[Tensor, "tokens k"]) -> float:

@@ -7,10 +7,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from jaxtyping import Float
-from torch import nn
+from jaxtyping import Float, Int
+from torch import Tensor, nn
 
-from indexshare.replay import check_complete
+from indexshare.replay import complete, packed
 from rl.backbone import hidden_states, load_causal_lm
 from rl.config import PolicyConfig
 from rl.logprobs import logprobs_and_entropy
@@ -20,11 +20,11 @@ from rl.trajectory import Batch
 class PolicyModel(nn.Module):
     """A causal LM that answers with the log-probabilities of a pack's response tokens."""
 
-    def __init__(self, lm: Any, temperature: float, replay: bool = False) -> None:
+    def __init__(self, lm: Any, temperature: float) -> None:
         super().__init__()
         self.lm = lm
         self.temperature = temperature
-        self.replay = replay
+        self.replay = False
         """Attend to what the engine selected (index replay) instead of what its own indexers would."""
 
     @property
@@ -34,10 +34,8 @@ class PolicyModel(nn.Module):
 
     def forward(self, batch: Batch) -> tuple[Float[torch.Tensor, " responses"], Float[torch.Tensor, " responses"]]:
         """Log-probability under the sampling temperature, and entropy, of every response token; float32."""
-        if self.replay:
-            check_complete(batch.selected)
         base = self.base
-        replayed = batch.selected if self.replay else None
+        replayed = complete(recorded(batch)) if self.replay else None
         hidden = hidden_states(getattr(base, base.base_model_prefix), batch, replayed)[batch.predicts]
         head = base.get_output_embeddings().weight
         return logprobs_and_entropy(hidden, head, batch.targets, self.temperature)
@@ -47,6 +45,13 @@ class PolicyModel(nn.Module):
         """Inside, a LoRA policy is its own reference; left intact, also by an exception."""
         with self.lm.disable_adapter():
             yield
+
+
+def recorded(batch: Batch) -> dict[int, Int[Tensor, "tokens k"]]:
+    """What the engine's Full layers selected, as flat positions by layer. Raises ValueError where it did not say."""
+    if not batch.selected:
+        raise ValueError("indexshare.replay: true given, but the engine's kernels do not say what they select")
+    return packed(batch.selected, batch.lengths, str(batch.ids.device))
 
 
 def build(config: PolicyConfig, temperature: float, *, lora: bool = True, train_indexer: bool = False) -> PolicyModel:

@@ -13,7 +13,7 @@ from torch import nn
 
 from indexshare.indexer import positions
 from indexshare.replay import overlap, selections
-from policy.model import PolicyModel, build, plain_state_dict
+from policy.model import PolicyModel, build, plain_state_dict, recorded
 from rl import losses
 from rl.config import AlgorithmConfig, Config, DeepSpeedConfig, OptimizerConfig
 from rl.learner import LearnerWorker, Stats, per_response, token_stats
@@ -127,12 +127,10 @@ class PolicyWorker(LearnerWorker):
         found: dict[int, list[float]] = {}
 
         def measure(module: nn.Module, batch: Batch) -> None:
-            assert batch.selected is not None
             with selections(self.model.base) as own:
                 module(batch)
-            for layer, recorded in batch.selected.items():
-                mine = positions(own[layer], recorded.shape[1])
-                share = overlap(mine, recorded)
+            for layer, theirs in recorded(batch).items():
+                share = overlap(positions(own[layer], theirs.shape[1]), theirs)
                 if not math.isnan(share):
                     found.setdefault(layer, []).append(share)
 

@@ -60,7 +60,7 @@ def hidden_states(
         if replayed is not None:
             more["replayed"] = replayed
     elif getattr(config, "_attn_implementation", None) == PACKED:  # a backbone of another make has none
-        more["packed_lengths"] = (batch.last.diff(prepend=batch.last.new_tensor([-1]))).tolist()
+        more["packed_lengths"] = batch.lengths
     out = backbone(input_ids=batch.ids[None], position_ids=batch.position_ids[None], use_cache=False, **more)
     return out.last_hidden_state[0]
 

@@ -7,6 +7,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rl.config import Config, ConfigError
 from rl.config_load import load, to_yaml
@@ -67,6 +68,11 @@ def parser() -> argparse.ArgumentParser:
     )
     learn.add_argument("config", help="YAML file of the experiment")
     learn.add_argument("overrides", nargs="*", metavar="key=value", help="such as critic.pretrain.prompts=2048")
+    _add_indexshare(commands)
+    return p
+
+
+def _add_indexshare(commands: Any) -> None:
     indexshare = commands.add_parser("indexshare", help="teach a model's indexers, or find the layers that need one")
     tools = indexshare.add_subparsers(dest="tool", required=True)
     for name, text in (
@@ -87,7 +93,6 @@ def parser() -> argparse.ArgumentParser:
     convert.add_argument("--heads", type=int, help="heads of new indexers (default: 32)")
     convert.add_argument("--head-dim", type=int, help="their width (default: 128)")
     convert.add_argument("--seed", type=int, default=0, help="of their weights")
-    return p
 
 
 def parse(words: list[str]) -> argparse.Namespace:

@@ -64,12 +64,15 @@ def gathered(parameter: Any) -> Tensor:
 
 
 def clip_grad_norm(parameters: Sequence[nn.Parameter], max_norm: float) -> float:
-    """Scale gradients to at most `max_norm`, counting every expert once; returns the norm before."""
-    with_grad: list[Any] = [p for p in parameters if p.grad is not None]
-    norm = nn.utils.get_total_norm([p.grad for p in with_grad if not is_spread(p)])
-    for name in sorted({p.group_name for p in with_grad if is_spread(p)}):
-        square = nn.utils.get_total_norm([p.grad for p in with_grad if is_spread(p)]).square()
-        dist.all_reduce(square, group=group_named(name))
+    """Scale gradients to at most `max_norm`, counting every expert once; returns the norm before.
+
+    A collective where parameters are spread, which then all are over the same group.
+    """
+    spread_out: list[Any] = [p for p in parameters if is_spread(p)]
+    norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None and not is_spread(p)])
+    if spread_out:
+        square = nn.utils.get_total_norm([p.grad for p in spread_out if p.grad is not None]).square()
+        dist.all_reduce(square, group=group_named(spread_out[0].group_name))
         norm = (norm.square() + square).sqrt()
     nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return float(norm)

@@ -98,8 +98,13 @@ class Batch:
     last: torch.Tensor
     fields: dict[str, torch.Tensor]
     """Per-response-token arrays by name (`old_logprobs`, `advantages`, ...), those that exist."""
-    selected: dict[int, torch.Tensor] | None = None
-    """[tokens, k] by Full layer: what the engine selected, as flat positions (`indexshare.replay.packed`)."""
+    selected: tuple[Recorded, ...] = ()
+    """What the engine selected, of every trajectory or none; only a policy that replays unpacks it."""
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of each trajectory."""
+        return self.last.diff(prepend=self.last.new_tensor([-1])).tolist()
 
 
 PER_TOKEN = ("rollout_logprobs", "old_logprobs", "reference_logprobs", "advantages", "value_targets")
@@ -151,17 +156,15 @@ def pack(trajectories: Sequence[Trajectory], device: str = "cpu") -> Batch:
         trajectory=joined([np.full(len(t.response_ids), i) for i, t in enumerate(trajectories)], np.int64),
         last=joined([np.array(last)], np.int64),
         fields=fields,
-        selected=_selected(trajectories, device),
+        selected=_selected(trajectories),
     )
 
 
-def _selected(trajectories: Sequence[Trajectory], device: str) -> dict[int, torch.Tensor] | None:
-    from indexshare.replay import packed
-
-    recorded = [t.selected for t in trajectories if t.selected is not None]
+def _selected(trajectories: Sequence[Trajectory]) -> tuple[Recorded, ...]:
+    recorded = tuple(t.selected for t in trajectories if t.selected is not None)
     if recorded and len(recorded) < len(trajectories):
         raise ValueError(f"selected: only {len(recorded)} of {len(trajectories)} trajectories of a pack have it")
-    return packed(recorded, [t.tokens for t in trajectories], device) if recorded else None
+    return recorded
 
 
 def _check(t: Trajectory) -> None:

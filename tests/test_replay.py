@@ -14,9 +14,9 @@ from test_rollout import prompts
 
 from indexshare.indexer import chunked, positions
 from indexshare.indexer import given as selection_given
-from indexshare.replay import Recorded, check_complete, overlap, packed, selections
+from indexshare.replay import Recorded, complete, overlap, packed, selections
 from indexshare.selection import NONE
-from policy.model import PolicyModel, build
+from policy.model import PolicyModel, build, recorded
 from rl.config import Config, ConfigError, PolicyConfig
 from rl.config_rules import check
 from rl.learner import per_response
@@ -47,11 +47,11 @@ def trajectories(draw: st.DrawFn) -> list[tuple[dict[int, np.ndarray], int]]:
 
 @given(trajectories())
 def test_what_was_recorded_comes_back(some: list[tuple[dict[int, np.ndarray], int]]) -> None:
-    recorded = [Recorded.of(layers) for layers, _ in some]
-    for r, (layers, _) in zip(recorded, some, strict=True):
+    kept = [Recorded.of(layers) for layers, _ in some]
+    for r, (layers, _) in zip(kept, some, strict=True):
         for layer, rows in r.positions().items():
             np.testing.assert_array_equal(rows, layers[layer])
-    pack_of = packed(recorded, [n for _, n in some])
+    pack_of = packed(kept, [n for _, n in some])
     offset = 0
     for layers, n in some:
         for layer, rows in layers.items():
@@ -83,14 +83,14 @@ def test_long_contexts_cost_less_than_their_positions() -> None:
 def test_a_query_that_the_engine_did_not_compute_is_an_error() -> None:
     rows = np.array([[NONE, NONE], [0, 1]])
     with pytest.raises(ValueError, match="layer 2: the engine did not say what 1 queries selected"):
-        check_complete(packed([Recorded.of({2: rows})], [2]))
+        complete(packed([Recorded.of({2: rows})], [2]))
 
 
 def test_overlap_is_the_share_of_positions_in_common() -> None:
-    recorded = torch.tensor([[0, NONE], [0, 1], [0, 2], [1, 3]])
+    theirs = torch.tensor([[0, NONE], [0, 1], [0, 2], [1, 3]])
     own = torch.tensor([[0, NONE], [0, 1], [1, 2], [1, 3]])
-    assert overlap(own, recorded) == pytest.approx(3 / 4)  # the first two queries select all there is
-    assert np.isnan(overlap(own[:2], recorded[:2]))
+    assert overlap(own, theirs) == pytest.approx(3 / 4)  # the first two queries select all there is
+    assert np.isnan(overlap(own[:2], theirs[:2]))
 
 
 # ------------------------------------------------------------------------------------------------ with the engine
@@ -105,9 +105,9 @@ def rollouts(engine: RolloutPool) -> list[Trajectory]:
 def test_what_the_prefix_cache_answers_is_not_known(engine: RolloutPool) -> None:
     """And is left out of the overlap; a run that replays has no prefix cache."""
     first, second = engine.generate(prompts([400], seed=33), 2, step=0, record=2)
-    check_complete(pack([first]).selected)
+    complete(recorded(pack([first])))
     with pytest.raises(ValueError, match="did not say what"):
-        check_complete(pack([second]).selected)
+        complete(recorded(pack([second])))
 
 
 def logprobs(model: PolicyModel, some: list[Trajectory]) -> list[np.ndarray]:
@@ -164,18 +164,18 @@ def test_engine_and_trainer_overlap_almost_wholly(engine: RolloutPool, rollouts:
     model = build(PolicyConfig(path=engine.config.policy.path), 1.0).eval()
     for t in rollouts[2:7]:
         batch = pack([t])
-        assert batch.selected is not None
         with torch.no_grad(), selections(model.base) as own:
             model(batch)
-        assert own.keys() == batch.selected.keys()
-        for layer, recorded in batch.selected.items():
-            assert overlap(positions(own[layer], INDEX_TOPK), recorded) > 0.999
+        theirs = recorded(batch)
+        assert own.keys() == theirs.keys()
+        for layer, selected in theirs.items():
+            assert overlap(positions(own[layer], INDEX_TOPK), selected) > 0.999
 
 
 def test_a_pack_of_which_only_some_are_recorded_is_an_error(rollouts: list[Trajectory]) -> None:
     with pytest.raises(ValueError, match="selected: only 1 of 2 trajectories"):
         pack(rollouts[6:])
-    assert pack([replace(t, selected=None) for t in rollouts[6:]]).selected is None
+    assert pack([replace(t, selected=None) for t in rollouts[6:]]).selected == ()
 
 
 def test_replay_of_a_model_without_indexers_is_refused(tmp_path) -> None:
