@@ -575,6 +575,24 @@ def test_what_does_not_fit_is_refused_in_one_line(tmp_path: Path, overrides: lis
     load(tmp_path / "x.yaml", [*overrides, "algorithm.name=grpo"] if "freeze=all" not in overrides[0] else [])
 
 
+def test_ranks_that_share_experts_ask_them_once_a_pack(llama: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Packs of other lengths have other numbers of segments, and a rank that asked once more would wait for ever."""
+    monkeypatch.setattr(critic.model, "SEGMENT", 7)
+    calls: list[int] = []
+    model = model_of(llama, **ENCODER)
+    original = model._segment
+    monkeypatch.setattr(model, "_segment", lambda rows, past: calls.append(len(rows)) or original(rows, past))
+    with torch.no_grad():
+        whole = model(pack(PACK))[0]
+        assert len(calls) > 1
+        calls.clear()
+        assert model.experts is not None
+        for p in model.experts.parameters():
+            p.group_name = "the mark of a parameter that is spread"  # type: ignore[attr-defined]
+        torch.testing.assert_close(model(pack(PACK))[0], whole)
+    assert len(calls) == 1
+
+
 def test_experts_on_a_frozen_encoder_may_be_low_at_stage_0(tmp_path: Path) -> None:
     """DeepSpeed does not see their precision, and experts spread over ranks need that stage."""
     (tmp_path / "x.yaml").write_text("run: {name: x}")

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 
-import critic.model
 from critic.returns import first_returns
 from critic.worker import CriticWorker
 from rl.config import Config, DeepSpeedConfig, ExpertsConfig
@@ -42,7 +41,6 @@ def digest(tensors: Any) -> str:
 
 def work(rank: int, ranks: int, port: int, config: Config, saved: str | None = None) -> dict[str, Any]:
     """A step of this rank: values, then three updates in two epochs, values again."""
-    critic.model.SEGMENT = 7  # ranks have other numbers of segments
     worker = Worker(config, rank, ranks)
     counts = worker.setup("127.0.0.1", port)
     trunk = worker.model.trunk
